@@ -1,0 +1,1 @@
+"""Host memory as an lmkv tier."""

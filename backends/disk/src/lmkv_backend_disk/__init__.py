@@ -1,0 +1,1 @@
+"""A local file system as an lmkv tier."""

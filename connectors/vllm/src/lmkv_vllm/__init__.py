@@ -1,0 +1,1 @@
+"""lmkv as a KV connector of vLLM."""

@@ -1,0 +1,1 @@
+"""A complete third-party backend for lmkv: the template to copy."""
