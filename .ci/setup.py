@@ -72,7 +72,7 @@ def make_venv() -> None:
         return
     if sys.version_info < OLDEST:
         wanted = ".".join(map(str, OLDEST))
-        give_up(f"needs Python {wanted} or later, this is {sys.version.split()[0]}; choose one: make PYTHON=python3.12 …")
+        give_up(f"needs Python {wanted} or later, this is {sys.version.split()[0]}; choose one: make PYTHON=python3.12")
     print(f"set-up: creating {VENV.name} with {sys.executable}", flush=True)
     shutil.rmtree(VENV, ignore_errors=True)
     done = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
