@@ -1,1 +1,1 @@
-"""Host memory as an lmkv tier."""
+"""Host memory as an lmkv tier: keeps memory objects of the pool by reference, copies nothing."""
