@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(ResidentBackend):
-    """Keeps frames where they are. Runs on the storage loop only, so it has no lock; every call is a few dict operations.
+    """Keeps frames where they are. Runs on the storage loop only, so it has no lock; a call is a few dict operations.
 
     The owner word of its counts is the tier's name, so that the pool's trace shows which tier holds an object.
     """
