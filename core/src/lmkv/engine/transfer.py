@@ -1,0 +1,330 @@
+"""Pages to frames of the pool and back: reserve → gather → commit, acquire → scatter → done."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections import deque
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class than TimeoutError before Python 3.11
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from lmkv.errors import ClosedError, ConfigError, LmkvError
+from lmkv.gpu import CopyJob
+from lmkv.service.link import expect
+from lmkv.service.protocol import PRESENT, REJECTED, Abort, Acquire, Commit, Done, Loaded, NewFrame, Reserve, Reserved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from lmkv.gpu import GPUConnector
+    from lmkv.keys import Namespace
+    from lmkv.service.link import Connection, StorageClient
+    from lmkv.service.protocol import Reply
+
+log = logging.getLogger("lmkv.engine")
+R = TypeVar("R")
+
+BATCH_BYTES: Final = 256 << 20
+"""A store asks for at most so much of the pool at once, and never for more than an eighth of it."""
+POOL_SHARE: Final = 8
+FRAMES_PER_RESERVE: Final = 64
+FRAMES_PER_ACQUIRE: Final = 8
+ACQUIRES_UNDER_WAY: Final = 3
+"""Scattering the first overlaps with loading the others, and staging holds a bounded number of frames."""
+RESERVE_SECONDS: Final = 10.0
+
+
+class StoreResult(enum.Enum):
+    """What became of one frame."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """It was there already, or somebody else is storing it."""
+    REJECTED = "rejected"
+    """No room, or nothing takes stores now: dropped, as every store may be."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreItem:
+    """One frame to be stored, and the engine pages (int64 ids, as many as `frame.pages`) that hold it."""
+
+    frame: NewFrame
+    pages: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveItem:
+    """Pages `first … first+len(pages)-1` of frame number `index` of a lease, to be put into the engine pages `pages`."""
+
+    index: int
+    """Number of the chunk in the lease; the partial frame is number `Hit.chunks`."""
+    frame_pages: int
+    """Pages that the frame holds; 0: not known, which is so for the partial frame. Another number is a failure."""
+    pages: NDArray[np.int64]
+    first: int = 0
+
+
+class Transfer:
+    """Moves frames of one shard. Thread-safe as far as its `GPUConnector` is; every method blocks its caller."""
+
+    def __init__(self, client: StorageClient, namespace: Namespace, shard: int, gpu: GPUConnector | None) -> None:
+        self._client = client
+        self._namespace = namespace.id
+        self._shard = shard
+        self._gpu = gpu
+        self._page_bytes = namespace.page_bytes[shard]
+
+    @property
+    def gpu(self) -> GPUConnector:
+        """The connector; ConfigError when the engine was made without one."""
+        if self._gpu is None:
+            raise ConfigError("this CacheEngine was made without a GPUConnector: it can look up, but not move pages")
+        return self._gpu
+
+    # --- store ---
+
+    def store(self, items: Sequence[StoreItem], *, stream: Any = None) -> list[StoreResult]:
+        """Store frames; one result each. Never raises for what the service or a tier does."""
+        gpu = self.gpu
+        results = [StoreResult.FAILED] * len(items)
+        try:
+            with self._client.connection() as link:
+                for batch in self._batches(items, link.pool.nbytes // POOL_SHARE):
+                    self._store_batch(gpu, link, items, batch, results, stream)
+        except ClosedError as e:
+            log.debug("store: %s", e)
+        except LmkvError as e:
+            log.warning("store: %s", e)
+        return results
+
+    def _batches(self, items: Sequence[StoreItem], share: int) -> Iterator[list[int]]:
+        """Indices of items, as many at a time as may be reserved at once; leaves out those that cannot be stored."""
+        limit = min(BATCH_BYTES, share)
+        batch: list[int] = []
+        size = 0
+        for i, item in enumerate(items):
+            if item.frame.pages <= 0 or len(item.pages) != item.frame.pages:
+                log.warning("store: %d page ids for a frame of %d pages", len(item.pages), item.frame.pages)
+                continue
+            nbytes = item.frame.pages * self._page_bytes
+            if batch and (size + nbytes > limit or len(batch) == FRAMES_PER_RESERVE):
+                yield batch
+                batch, size = [], 0
+            batch.append(i)
+            size += nbytes
+        if batch:
+            yield batch
+
+    def _store_batch(
+        self,
+        gpu: GPUConnector,
+        link: Connection,
+        items: Sequence[StoreItem],
+        batch: list[int],
+        results: list[StoreResult],
+        stream: Any,
+    ) -> None:
+        request = Reserve(self._namespace, self._shard, tuple([items[i].frame for i in batch]))
+
+        def undo(late: Reserved) -> None:
+            link.send(Abort(late.reservation))
+
+        reserved = _wait(link.call(request), RESERVE_SECONDS, Reserved, undo)
+        if not reserved.reservation:
+            _note_absent(reserved, batch, results)
+            return
+        settled = False
+        try:
+            jobs = self._gather_jobs(link, items, batch, reserved)
+            good = self._copy(gpu.gather, jobs, stream)
+            failed = tuple([slot for slot in jobs if slot not in good])
+            if not link.send(Commit(reserved.reservation, failed)):
+                raise ClosedError("the service went while frames were being stored")
+            settled = True
+        finally:
+            if not settled:
+                link.send(Abort(reserved.reservation))
+        _note_absent(reserved, batch, results)
+        for slot in good:
+            results[batch[slot]] = StoreResult.STORED
+
+    def _gather_jobs(
+        self, link: Connection, items: Sequence[StoreItem], batch: list[int], reserved: Reserved
+    ) -> dict[int, CopyJob]:
+        """Position in the batch → copy, for every frame that got memory."""
+        jobs: dict[int, CopyJob] = {}
+        view = link.pool.view
+        if not len(reserved.offsets) == len(reserved.lengths) == len(batch):
+            raise LmkvError(f"asked for {len(batch)} frames, got {len(reserved.offsets)}", kind="protocol")
+        for slot, (offset, length) in enumerate(zip(reserved.offsets, reserved.lengths, strict=True)):
+            if offset < 0:
+                continue
+            item = items[batch[slot]]
+            if length != item.frame.pages * self._page_bytes or offset + length > len(view):
+                raise LmkvError(f"a frame of {item.frame.pages} pages got {length} bytes at {offset}", kind="protocol")
+            jobs[slot] = CopyJob(item.pages, view[offset : offset + length], item.frame.pages)
+        return jobs
+
+    def _copy(self, copy: Callable[..., None], jobs: dict[int, CopyJob], stream: Any) -> set[int]:
+        """Run all jobs in one batch; if that fails, one by one, so that a bad one costs only itself."""
+        if not jobs:
+            return set()
+        try:
+            copy(list(jobs.values()), stream=stream)
+        except Exception as e:  # noqa: BLE001  a bad page id, a device error: what it is named in the log
+            log.warning("copying %d frames failed: %s", len(jobs), e)
+        else:
+            return set(jobs)
+        good: set[int] = set()
+        for slot, job in jobs.items():
+            try:
+                copy([job], stream=stream)
+            except Exception as e:  # noqa: BLE001  as above
+                log.debug("copying a frame failed: %s", e)
+            else:
+                good.add(slot)
+        return good
+
+    # --- retrieve ---
+
+    def retrieve(
+        self,
+        lease: int,
+        items: Sequence[RetrieveItem],
+        *,
+        stream: Any = None,
+        layers: range | None = None,
+        timeout: float = 30.0,
+    ) -> list[bool]:
+        """Put leased frames into pages; True for each item whose bytes arrived. The first that fails ends it.
+
+        Never raises for what the service or a tier does. A page of an item that is False holds anything.
+        """
+        gpu = self.gpu
+        arrived = [False] * len(items)
+        until = time.monotonic() + timeout
+        waiting = deque(_runs(items))
+        asked: deque[tuple[range, Future[Reply]]] = deque()
+        try:
+            with self._client.connection() as link:
+                try:
+                    while waiting or asked:
+                        while waiting and len(asked) < ACQUIRES_UNDER_WAY:
+                            run = waiting.popleft()
+                            first = items[run.start].index
+                            asked.append((run, link.call(Acquire(lease, self._shard, first, len(run)))))
+                        run, future = asked.popleft()
+                        loaded = _wait(future, until - time.monotonic(), Loaded, lambda late: _let_go(link, late))
+                        if not self._scatter(gpu, link, items, run, loaded, arrived, stream, layers):
+                            break
+                finally:
+                    for _, future in asked:
+                        future.add_done_callback(lambda late: _let_go(link, late.result()) if _well(late) else None)
+        except ClosedError as e:
+            log.debug("retrieve: %s", e)
+        except LmkvError as e:
+            log.warning("retrieve: %s", e)
+        return arrived
+
+    def _scatter(
+        self,
+        gpu: GPUConnector,
+        link: Connection,
+        items: Sequence[RetrieveItem],
+        run: range,
+        loaded: Loaded,
+        arrived: list[bool],
+        stream: Any,
+        layers: range | None,
+    ) -> bool:
+        """Copy what came of one acquire; whether it was all."""
+        try:
+            jobs: list[CopyJob] = []
+            for i, offset, length in zip(run, loaded.offsets, loaded.lengths, strict=False):
+                job = self._scatter_job(link, items[i], offset, length)
+                if job is None:
+                    break
+                jobs.append(job)
+            if jobs:
+                gpu.scatter(jobs, stream=stream, layers=layers)
+                if not link.intact():  # the service may have given the memory to others while we read it
+                    raise ClosedError("the service ended the session during a copy")
+                arrived[run.start : run.start + len(jobs)] = [True] * len(jobs)
+        except LmkvError:
+            raise
+        except Exception as e:  # noqa: BLE001  a bad page id, a device error: a failed load, which the engine recomputes
+            log.warning("copying %d frames into pages failed: %s", len(run), e)
+            return False
+        finally:
+            _let_go(link, loaded)
+        return len(jobs) == len(run)
+
+    def _scatter_job(self, link: Connection, item: RetrieveItem, offset: int, length: int) -> CopyJob | None:
+        """The copy for one frame; None when it is not there or is not what was expected."""
+        if offset < 0:
+            return None
+        held, rest = divmod(length, self._page_bytes)
+        if rest or item.frame_pages not in {0, held} or item.first < 0 or item.first + len(item.pages) > held:
+            log.warning(
+                "retrieve: a frame of %d bytes does not hold pages %d to %d of %d",
+                length, item.first, item.first + len(item.pages), item.frame_pages,
+            )  # fmt: skip
+            return None
+        view = link.pool.view
+        if offset + length > len(view):
+            return None
+        return CopyJob(item.pages, view[offset : offset + length], held, item.first)
+
+
+def _note_absent(reserved: Reserved, batch: list[int], results: list[StoreResult]) -> None:
+    for i, offset in zip(batch, reserved.offsets, strict=False):
+        if offset == PRESENT:
+            results[i] = StoreResult.PRESENT
+        elif offset == REJECTED:
+            results[i] = StoreResult.REJECTED
+
+
+def _runs(items: Sequence[RetrieveItem]) -> Iterator[range]:
+    """Runs of items with consecutive indices, none longer than one acquire."""
+    start = 0
+    for end in range(1, len(items) + 1):
+        if end == len(items) or items[end].index != items[end - 1].index + 1 or end - start == FRAMES_PER_ACQUIRE:
+            yield range(start, end)
+            start = end
+
+
+def _let_go(link: Connection, loaded: Reply) -> None:
+    if isinstance(loaded, Loaded) and loaded.hold:
+        link.send(Done(loaded.hold))
+
+
+def _well(future: Future[Reply]) -> bool:
+    return not future.cancelled() and future.exception() is None
+
+
+def _wait(future: Future[Reply], seconds: float, kind: type[R], undo: Callable[[R], None]) -> R:
+    """The reply. If it does not come in time, `undo` is called with it when it does.
+
+    Raises:
+        LmkvError: what the service said, or that it did not answer (kind `deadline`).
+    """
+    try:
+        return expect(future.result(max(0.0, seconds)), kind)
+    except (TimeoutError, FutureTimeoutError):
+
+        def late(future: Future[Reply]) -> None:
+            if _well(future) and isinstance(reply := future.result(), kind):
+                undo(reply)
+
+        future.add_done_callback(late)
+        raise LmkvError("the service did not answer in time", kind="deadline", retryable=True) from None
+    except CancelledError:
+        raise ClosedError("the call was cancelled") from None
