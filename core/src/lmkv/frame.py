@@ -1,0 +1,178 @@
+"""A stored frame: payload, zero padding, trailer, footer. The exact bytes are in `docs/reference/frame-format.md`.
+
+The footer is the last thing, so that the last 4 KiB of a file tell what it is. Every length is checked against the
+bytes that are really there before it is used, and nothing is allocated by a number that was read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from lmkv.errors import FrameError
+from lmkv.types import ALIGNMENT, DIGEST_BYTES, NAMESPACE_BYTES, ChunkKey
+
+MAGIC: Final = b"lmkvfram"
+VERSION: Final = 1
+MAX_CODEC_NAME: Final = 255
+
+# Footer: magic, version, zero, body bytes, frame bytes | trailer checksum | frame checksum.
+_HEAD: Final = struct.Struct("<8sHHIQ")
+_TRAILER_SUM: Final = 8
+_FRAME_SUM: Final = 16
+_FOOTER: Final = _HEAD.size + _TRAILER_SUM + _FRAME_SUM
+# Body: namespace, digest, parent, shard, pages, payload bytes, raw bytes, prefixes, has parent, codec bytes, zero.
+_BODY: Final = struct.Struct("<16s32s32sIIQQIBBH")
+_U32: Final = 1 << 32
+_U63: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What a frame says about itself."""
+
+    key: ChunkKey
+    parent: bytes
+    """Digest of the preceding chunk, empty for the first."""
+    pages: int
+    prefixes: tuple[bytes, ...]
+    """Digests of its first 1 … pages-1 pages, or empty."""
+    codec: str
+    payload_bytes: int
+    """As stored."""
+    raw_bytes: int
+    """After decoding."""
+
+
+def frame_bytes(payload_bytes: int, prefixes: int, codec: str = "identity") -> int:
+    """Bytes of a whole frame, a multiple of 4096, given its payload, its number of page prefixes and its codec."""
+    used = payload_bytes + _BODY.size + len(codec) + prefixes * DIGEST_BYTES + _FOOTER
+    return used + -used % ALIGNMENT
+
+
+def seal(view: memoryview, trailer: Trailer) -> None:
+    """Make a frame of `view`, whose first `payload_bytes` bytes are the payload. Releases the GIL for the checksum.
+
+    Args:
+        view: writable bytes, exactly `frame_bytes(…)` of them.
+        trailer: what is written behind the payload.
+
+    Raises:
+        FrameError: `view` has another length, or the trailer does not fit together.
+    """
+    _check(trailer)
+    nbytes = frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec)
+    if len(view) != nbytes:
+        raise FrameError(f"frame: {len(view)} bytes of memory for a frame of {nbytes}", kind="size")
+    codec = trailer.codec.encode("ascii")
+    fixed = _BODY.pack(
+        trailer.key.namespace, trailer.key.digest, trailer.parent, trailer.key.shard, trailer.pages,
+        trailer.payload_bytes, trailer.raw_bytes, len(trailer.prefixes), bool(trailer.parent), len(codec), 0,
+    )  # fmt: skip
+    body = b"".join((fixed, codec, *trailer.prefixes))
+    covered = body + _HEAD.pack(MAGIC, VERSION, 0, len(body), nbytes)
+    end = nbytes - _FRAME_SUM
+    start = end - _TRAILER_SUM - len(covered)
+    view[trailer.payload_bytes : start] = bytes(start - trailer.payload_bytes)
+    view[start:end] = covered + xxhash.xxh3_64_digest(covered)
+    view[end:] = _checksum(view[:end])
+
+
+def verify(view: memoryview, key: ChunkKey) -> Trailer:
+    """The trailer of the frame that `view` is, after checking everything. Releases the GIL for the checksum.
+
+    Raises:
+        FrameError: it is not the intact frame of `key`; the message names what differs.
+    """
+    trailer, nbytes = _parse(view)
+    if nbytes != len(view):
+        raise FrameError(f"frame: {len(view)} bytes are there, {nbytes} were written")
+    for name, stored, asked in (
+        ("namespace", trailer.key.namespace.hex(), key.namespace.hex()),
+        ("shard", trailer.key.shard, key.shard),
+        ("digest", trailer.key.digest.hex(), key.digest.hex()),
+    ):
+        if stored != asked:
+            raise FrameError(f"frame: it is of {name} {stored}, not {asked}")
+    end = nbytes - _FRAME_SUM
+    if _checksum(view[:end]) != bytes(view[end:]):
+        raise FrameError("frame: checksum of payload and trailer differs")
+    return trailer
+
+
+def parse_trailer(tail: bytes | memoryview) -> Trailer:
+    """The trailer of a frame of which `tail` is the end; verified by its own checksum, the payload is not looked at.
+
+    Raises:
+        FrameError: it is no intact trailer; of kind ``short`` when `tail` ends before its start and more is needed.
+    """
+    return _parse(memoryview(tail))[0]
+
+
+def _parse(view: memoryview) -> tuple[Trailer, int]:
+    """The trailer at the end of `view`, and the length that the whole frame has by it."""
+    available = len(view)
+    if available < _FOOTER + _BODY.size:
+        raise FrameError(f"frame: {available} bytes are too few for a trailer")
+    magic, version, zero, body_bytes, nbytes = _HEAD.unpack_from(view, available - _FOOTER)
+    if magic != MAGIC:
+        raise FrameError("frame: no magic at the end: not a frame, or cut short")
+    if version != VERSION or zero:
+        raise FrameError(f"frame: format version {version}, this is version {VERSION}")
+    if body_bytes > available - _FOOTER:
+        raise FrameError(f"frame: trailer of {body_bytes} bytes, {available} bytes are there", kind="short")
+    start = available - _FOOTER - body_bytes
+    covered = view[start : start + body_bytes + _HEAD.size]
+    stored = view[available - _FRAME_SUM - _TRAILER_SUM : available - _FRAME_SUM]
+    if xxhash.xxh3_64_digest(covered) != bytes(stored):
+        raise FrameError("frame: checksum of the trailer differs")
+    trailer = _read_body(bytes(covered[:body_bytes]))
+    if nbytes != frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec):
+        raise FrameError(f"frame: {nbytes} bytes for a payload of {trailer.payload_bytes}")
+    return trailer, nbytes
+
+
+def _read_body(body: bytes) -> Trailer:
+    if len(body) < _BODY.size:
+        raise FrameError(f"frame: trailer of {len(body)} bytes")
+    (namespace, digest, parent, shard, pages, payload_bytes, raw_bytes, prefixes, has_parent, codec_bytes, zero) = (
+        _BODY.unpack_from(body)
+    )
+    if len(body) != _BODY.size + codec_bytes + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
+        raise FrameError(f"frame: trailer of {len(body)} bytes with {prefixes} prefixes")
+    first = _BODY.size + codec_bytes
+    trailer = Trailer(
+        key=ChunkKey(namespace, shard, digest),
+        parent=parent if has_parent else b"",
+        pages=pages,
+        prefixes=tuple(body[at : at + DIGEST_BYTES] for at in range(first, len(body), DIGEST_BYTES)),
+        codec=body[_BODY.size : first].decode("latin-1"),
+        payload_bytes=payload_bytes,
+        raw_bytes=raw_bytes,
+    )
+    _check(trailer)
+    return trailer
+
+
+def _check(trailer: Trailer) -> None:
+    key = trailer.key
+    if len(key.namespace) != NAMESPACE_BYTES or len(key.digest) != DIGEST_BYTES or not 0 <= key.shard < _U32:
+        raise FrameError(f"frame: impossible key {key}")
+    if len(trailer.parent) not in (0, DIGEST_BYTES) or any(len(each) != DIGEST_BYTES for each in trailer.prefixes):
+        raise FrameError("frame: a digest has 32 bytes")
+    if not 1 <= trailer.pages < _U32 or len(trailer.prefixes) not in (0, trailer.pages - 1):
+        raise FrameError(f"frame: {len(trailer.prefixes)} page prefixes for {trailer.pages} pages")
+    if not trailer.codec.isascii() or not 0 < len(trailer.codec) <= MAX_CODEC_NAME:
+        raise FrameError("frame: the codec's name must be 1 to 255 ASCII characters")
+    if not 0 <= trailer.payload_bytes < _U63 or not 0 <= trailer.raw_bytes < _U63:
+        raise FrameError(f"frame: payload of {trailer.payload_bytes} bytes, {trailer.raw_bytes} decoded")
+
+
+def _checksum(covered: memoryview) -> bytes:
+    # The streaming object, not the one-shot function: it releases the GIL for large buffers in every xxhash release.
+    state = xxhash.xxh3_128()
+    state.update(covered)
+    return state.digest()
