@@ -1,0 +1,69 @@
+"""What no single setting can tell: names that must exist, settings that contradict each other."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING, Final
+
+from lmkv.errors import PluginError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmkv.config.faults import Path
+    from lmkv.config.model import Config, TierConfig
+    from lmkv.plugins import PluginHost
+
+_SOCKET_PATH_MAX: Final = 107
+"""Bytes that the kernel takes for the path of a unix socket."""
+
+
+def cross_check(config: Config, host: PluginHost, unknown: frozenset[Path]) -> Iterator[tuple[Path, str]]:
+    """Faults in `config` by path. Settings in `unknown` are faulty already: nothing is concluded from them."""
+    names: dict[str, int] = {}
+    for number, tier in enumerate(config.tiers):
+        path: Path = ("tiers", number)
+        if (*path, "backend") in unknown and "name" not in tier.model_fields_set:
+            continue
+        if (*path, "name") not in unknown and names.setdefault(tier.name, number) != number:
+            text = f"{tier.name!r} is also the name of tiers[{names[tier.name]}]: give each tier a name of its own"
+            yield (*path, "name"), text
+        for fault in _tier(tier, path, host, unknown):
+            if fault[0] not in unknown:
+                yield fault
+    if not is_loopback(config.metrics.host):
+        yield ("metrics", "host"), f"{config.metrics.host!r} is not a loopback address: the page has no key"
+    socket = config.service.socket
+    if socket is not None and len(socket.encode()) > _SOCKET_PATH_MAX:
+        text = f"{len(socket.encode())} bytes are too long for a unix socket's path, at most {_SOCKET_PATH_MAX}"
+        yield ("service", "socket"), text
+
+
+def _tier(tier: TierConfig, path: Path, host: PluginHost, unknown: frozenset[Path]) -> Iterator[tuple[Path, str]]:
+    if tier.evict == "none":
+        if tier.capacity is not None and (*path, "capacity") not in unknown:
+            text = (
+                "a capacity without an eviction policy fills up and then stores nothing: choose leaf-first-lru or lru"
+            )
+            yield (*path, "evict"), text
+    else:
+        try:
+            host.policy(tier.evict)
+        except PluginError as error:
+            yield (*path, "evict"), str(error)
+    try:
+        host.codec(tier.codec)
+    except PluginError as error:
+        yield (*path, "codec"), str(error)
+    if path[-1] == 0 and tier.write == "demote":
+        yield (*path, "write"), "'demote' waits for evictions of the tier above, and the first tier has none above it"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is ``localhost`` or an address that never leaves the machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

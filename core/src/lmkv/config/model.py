@@ -1,0 +1,226 @@
+"""The model of the YAML file: every key, its default, its unit, its meaning. Unknown keys are faults everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, model_validator
+
+from lmkv.units import Amount, Interval, Seconds, Share, Size, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmkv.config.limits import Limits, Machine
+    from lmkv.plugins import PluginHost
+
+NAME_PATTERN = r"^[a-z0-9]+(-[a-z0-9]+)*$"
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("should be a whole number, not true or false")  # noqa: TRY004  pydantic collects ValueError
+    return value
+
+
+def _on_off(value: object) -> object:
+    """YAML 1.1 readers, which some engines hand our settings through, make booleans of ``on`` and ``off``."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+
+
+class Model(BaseModel):
+    """Base of all parts of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NoOptions(Model):
+    """Stands for the options of a tier that has none."""
+
+
+class PoolConfig(Model):
+    """The one arena of host memory that all memory objects of the node live in."""
+
+    size: Amount = Field(default=Share(25), description="Bytes, or a percentage of the memory available at start.")
+    per: Literal["node", "rank"] = Field(default="node", description="`rank`: `size` is multiplied by `ranks`.")
+    hugepages: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_off)] = Field(
+        default="auto", description="Use huge pages: when there are some, always, never."
+    )
+    prefault: bool = Field(
+        default=True, description="Touch the memory in the background, so that first use is not slow."
+    )
+    staging: Amount = Field(
+        default=Share(10), description="Part of the pool kept free for loads: bytes, or a percentage of the pool."
+    )
+
+
+class LeaseConfig(Model):
+    """Promises that a look-up makes to an engine."""
+
+    seconds: Interval = Field(default=60.0, description="Time after which a lease that nobody released ends by itself.")
+
+
+class QueueConfig(Model):
+    """Bounds of the calls that wait for a tier; what is above them is refused at once and counted."""
+
+    calls: Count = Field(default=64, description="Calls waiting or running.")
+    bytes: Size = Field(default=1 << 30, description="Bytes of the frames in them.")
+
+
+class BreakerConfig(Model):
+    """When a tier that fails is left alone."""
+
+    failures: Count = Field(default=5, description="Consecutive failures that open the breaker.")
+    probe: Interval = Field(default=5.0, description="Time between attempts while it is open.")
+
+
+class TierConfig(Model):
+    """One tier of the stack: a backend, and what the core adds to it."""
+
+    name: str = Field(
+        default="", pattern=NAME_PATTERN, description="Name in messages and metrics. Default: that of the backend."
+    )
+    backend: str = Field(description="Name of an installed backend, see `lmkv plugins`.")
+    capacity: Amount | None = Field(
+        default=None,
+        description="Bytes of frames kept at most; for a resident backend also a percentage of the pool without staging."
+        " Required where this node owns the store alone, not allowed for shared stores, which limit themselves.",
+    )
+    evict: str = Field(default="leaf-first-lru", description="Eviction policy; `none` only where there is no capacity.")
+    write: Literal["through", "demote", "never"] = Field(
+        default="through",
+        description="Frames come in when they are stored, when the tier above evicts them, or never (read-only).",
+    )
+    read: Literal["promote", "direct"] = Field(
+        default="promote", description="What is read stays in the fastest tier as well, or only passes through."
+    )
+    codec: str = Field(default="identity", description="Name of an installed codec.")
+    deadline: Interval = Field(
+        default=2.0, description="Time for a whole batch, queue included; then it counts as a miss."
+    )
+    queue: QueueConfig = Field(default_factory=QueueConfig, description="Bounds of waiting calls.")
+    threads: Count | None = Field(default=None, description="Calls at the same time. Default: what the backend says.")
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="When the tier is left alone.")
+    options: SerializeAsAny[BaseModel] = Field(
+        default_factory=NoOptions, description="The backend's own settings, see its page."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_backend(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "name" not in data and isinstance(data.get("backend"), str):
+            return {**data, "name": data["backend"]}
+        return data
+
+
+class ServiceConfig(Model):
+    """The node service."""
+
+    socket: str | None = Field(
+        default=None, description="Path of the unix socket. Default: chosen by whoever starts the service."
+    )
+    linger: Seconds = Field(
+        default=0.0, description="Time that an embedded service stays after its last client has gone."
+    )
+
+
+class MetricsConfig(Model):
+    """The Prometheus page."""
+
+    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(_no_bool)] | None = Field(
+        default=None, description="TCP port; 0: any free one, logged at start. Default: no page."
+    )
+    host: str = Field(default="127.0.0.1", description="A loopback address; others are refused.")
+
+
+class LoggingConfig(Model):
+    """The service's log, on its standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe level that is written."
+    )
+    format: Literal["text", "json"] = Field(
+        default="text", description="Lines for people, or one JSON object per line."
+    )
+
+
+def _default_tiers() -> tuple[TierConfig, ...]:
+    return (TierConfig(name="ram", backend="cpu", capacity=Share(100)),)
+
+
+class Setting(NamedTuple):
+    """One effective value and where it came from."""
+
+    path: str
+    value: str
+    """As a file would say it; secrets masked."""
+    source: str
+    """``default``, ``stack.yaml:3``, ``environment LMKV_POOL__SIZE`` or ``set by the caller``."""
+
+
+class Config(Model):
+    """The whole configuration. Built by `load_config`; immutable."""
+
+    ranks: Count = Field(default=1, description="Engine ranks on this node. Connectors set it.")
+    chunk_tokens: Count = Field(default=256, description="Tokens of a chunk: a multiple of the engine's page.")
+    tail: Literal["pages", "none"] = Field(
+        default="pages", description="Store the last, partial chunk of a prompt in whole pages, or not at all."
+    )
+    pool: PoolConfig = Field(default_factory=PoolConfig, description="Host memory.")
+    leases: LeaseConfig = Field(default_factory=LeaseConfig, description="Promises to engines.")
+    tiers: tuple[TierConfig, ...] = Field(
+        default_factory=_default_tiers, min_length=1, description="The stack, fastest tier first."
+    )
+    service: ServiceConfig = Field(default_factory=ServiceConfig, description="The node service.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The Prometheus page.")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="The service's log.")
+
+    _host: PluginHost | None = PrivateAttr(default=None)
+    _places: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    _text: str = PrivateAttr(default="")
+    _origin: str = PrivateAttr(default="")
+
+    @property
+    def origin(self) -> str:
+        """Name of the file or of what else the settings came from; empty: there was none, all is default."""
+        return self._origin
+
+    @property
+    def text(self) -> str:
+        """Everything that was set (file, environment, caller) as one YAML text, to hand to a child process.
+
+        Contains secrets: pass it through a pipe, not a command line or a log. Read it with ``environ={}``.
+        """
+        return self._text
+
+    def limits(self, machine: Machine | None = None) -> Limits:
+        """Shares and limits in bytes, for `machine` (default: this one). Raises `ConfigError` when they do not fit."""
+        from lmkv.config.limits import limits_of  # noqa: PLC0415  limits needs this module
+
+        return limits_of(self, machine)
+
+    def settings(self) -> list[Setting]:
+        """Every effective value and its source, in the order of the file."""
+        return [Setting(_printed(path), text, self._places.get(path, "default")) for path, text in _leaves(self, ())]
+
+
+def _printed(path: tuple[str | int, ...]) -> str:
+    from lmkv.config.faults import printed  # noqa: PLC0415  faults need no model, but stay importable alone
+
+    return printed(path)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...], marks: Any = None) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Every setting below `value` that is no group itself, with its text; `marks` is its annotation."""
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            marks = (*field.metadata, field.annotation)
+            yield from _leaves(getattr(value, name), (*path, field.alias or name), marks)
+    elif isinstance(value, (tuple, list)) and any(isinstance(item, BaseModel) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*path, number))
+    else:
+        yield path, shown(value, marks)

@@ -1,0 +1,71 @@
+"""JSON Schema of the configuration file, built from the installed plugins, for editors."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic.json_schema import models_json_schema
+
+from lmkv.config.model import Config, NoOptions, TierConfig
+from lmkv.errors import LmkvError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from lmkv.plugins import PluginHost
+
+_DRAFT: Final = "http://json-schema.org/draft-07/schema#"
+"""The newest that all editors' YAML servers know; nothing here needs more."""
+
+
+def json_schema(host: PluginHost) -> dict[str, Any]:
+    """Schema of a file as `load_config` takes it with the plugins of `host`.
+
+    A tier's `options` are those of its backend: one ``if``/``then`` for each. A backend whose options cannot be had
+    (see ``host.problems`` and `lmkv plugins`) has any.
+    """
+    models: dict[str, type[BaseModel]] = {}
+    for name in sorted(host.backends):
+        with contextlib.suppress(LmkvError):
+            models[name] = host.options_model(name)
+    wanted: list[type[BaseModel]] = list(dict.fromkeys([Config, TierConfig, *models.values(), NoOptions]))
+    refs, schema = models_json_schema([(model, "validation") for model in wanted], ref_template="#/$defs/{model}")
+    definitions = schema["$defs"]
+    tier = definitions[_name(refs[TierConfig, "validation"])]
+    _complete_tier(tier, host)
+    tier["allOf"] = [
+        {
+            "if": {"properties": {"backend": {"const": name}}, "required": ["backend"]},
+            "then": _options(refs[model, "validation"], definitions),
+        }
+        for name, model in models.items()
+    ]
+    root = definitions.pop(_name(refs[Config, "validation"]))
+    root["properties"]["tiers"].pop("default", None)
+    return {"$schema": _DRAFT, **root, "title": "lmkv", "$defs": definitions}
+
+
+def _complete_tier(tier: dict[str, Any], host: PluginHost) -> None:
+    properties = tier["properties"]
+    properties["name"].pop("default", None)
+    properties["options"] = {"type": ["object", "null"], "description": properties["options"]["description"]}
+    choices = {
+        "backend": sorted(host.backends),
+        "codec": sorted(host.codecs),
+        "evict": [*sorted(host.policies), "none"],
+    }
+    for key, names in choices.items():
+        if names:
+            properties[key]["enum"] = names
+
+
+def _options(ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    then: dict[str, Any] = {"properties": {"options": ref}}
+    if definitions[_name(ref)].get("required"):
+        then["required"] = ["options"]
+    return then
+
+
+def _name(ref: dict[str, Any]) -> str:
+    return str(ref["$ref"]).rsplit("/", 1)[-1]

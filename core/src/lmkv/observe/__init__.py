@@ -1,0 +1,1 @@
+"""Counters, their Prometheus page, and logs."""

@@ -1,0 +1,54 @@
+"""The metric families of lmkv: names, kinds, labels and meaning. `docs/reference/metrics.md` lists the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+SECONDS: Final = (1e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the buckets of every histogram, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of series."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    """The HELP line; states the unit."""
+    labels: tuple[str, ...] = ()
+
+
+FAMILIES: Final = (
+    Family("lmkv_lookups_total", "counter", "Look-ups, one per request."),
+    Family(
+        "lmkv_lookup_tokens_total", "counter", "Tokens asked of the cache: those that the engine does not have itself."
+    ),
+    Family(
+        "lmkv_hit_tokens_total",
+        "counter",
+        "Tokens that arrived in the engine's pages, by the tier they came from.",
+        ("tier",),
+    ),
+    Family("lmkv_stored_tokens_total", "counter", "Tokens whose frames were committed."),
+    Family("lmkv_misses_total", "counter", "Chunks that were asked for and not given, by reason.", ("reason",)),
+    Family("lmkv_dropped_stores_total", "counter", "Chunks that were not stored, by reason.", ("reason",)),
+    Family("lmkv_evictions_total", "counter", "Frames evicted to make room.", ("tier",)),
+    Family("lmkv_tier_operations_total", "counter", "Keys by operation and outcome.", ("tier", "op", "outcome")),
+    Family("lmkv_tier_bytes_total", "counter", "Bytes of frames read or written.", ("tier", "op")),
+    Family("lmkv_tier_seconds", "histogram", "Seconds of one batch, queue included.", ("tier", "op")),
+    Family("lmkv_tier_queue_calls", "gauge", "Calls that wait or run in the tier's driver.", ("tier",)),
+    Family("lmkv_tier_rejected_total", "counter", "Calls refused because the tier's queue was full.", ("tier", "op")),
+    Family("lmkv_tier_open", "gauge", "1 while the tier's breaker is open.", ("tier",)),
+    Family("lmkv_tier_used_bytes", "gauge", "Bytes of frames in the tier, where the core keeps its index.", ("tier",)),
+    Family("lmkv_tier_capacity_bytes", "gauge", "Bytes that the tier may hold.", ("tier",)),
+    Family("lmkv_pool_bytes", "gauge", "Bytes of the pool."),
+    Family("lmkv_pool_free_bytes", "gauge", "Bytes of the pool that nobody holds."),
+    Family("lmkv_leases", "gauge", "Leases held now."),
+    Family("lmkv_pins", "gauge", "Pins held now."),
+    Family("lmkv_sessions", "gauge", "Clients connected now."),
+)
+"""In the order of the documentation."""
+
+BY_NAME: Final = {family.name: family for family in FAMILIES}
