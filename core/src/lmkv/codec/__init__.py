@@ -1,0 +1,1 @@
+"""Codecs of the core; each enters through the same hook as a stranger's (`lmkv.builtin`)."""

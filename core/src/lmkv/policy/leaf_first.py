@@ -1,0 +1,148 @@
+"""Least recently used first, but never a chunk before its cached continuation.
+
+A look-up finds leading chunks only: a chunk whose predecessor was evicted is dead weight. So only *leaves* are victims,
+entries of which no continuation (an entry of the same namespace and shard whose parent they are) is cached here.
+
+The leaves are in a heap by time of use, lazily: `touch` only stamps the entry, and an entry that comes up with an old
+stamp is put back under its present one. Each entry is in the heap at most once; what is there and is no leaf any more,
+or has gone, is dropped when it comes up, or when such ghosts outnumber the entries.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from lmkv.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_SLACK: Final = 64
+
+
+class _Entry:
+    __slots__ = ("alive", "key", "parent", "queued", "used")
+
+    def __init__(self, key: ChunkKey, used: int) -> None:
+        self.key = key
+        self.parent: ChunkKey | None = None
+        self.used = used
+        self.queued = False
+        self.alive = True
+
+
+class LeafFirstLRU:
+    """Evicts the least recently used leaf; `victims` may give a leaf and then the chunk before it.
+
+    `add`, `remove`: amortised O(log n); `touch`: O(1); `victims`: O(log n) for each victim and for each leaf that it
+    passes over because it is not free.
+    """
+
+    def __init__(self) -> None:
+        self._clock = count()
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._continuations: dict[ChunkKey, int] = {}
+        """Cached continuations of a chunk, whether or not it is cached itself; never 0."""
+        self._leaves: list[tuple[int, _Entry]] = []
+
+    def add(self, key: ChunkKey, parent: bytes | None) -> None:
+        """`key` was stored; it becomes the most recently used. Entries come in any order, continuations first too."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(key, next(self._clock))
+        else:
+            entry.used = next(self._clock)
+        before = ChunkKey(key.namespace, key.shard, parent) if parent and parent != key.digest else None
+        if before != entry.parent:
+            self._leave(entry)
+            entry.parent = before
+            if before is not None:
+                self._continuations[before] = self._continuations.get(before, 0) + 1
+        if key not in self._continuations:
+            self._queue(entry)
+
+    def touch(self, key: ChunkKey) -> None:
+        """`key` was used. Unknown keys are ignored."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.used = next(self._clock)
+
+    def remove(self, key: ChunkKey) -> None:
+        """`key` has gone. Unknown keys are ignored."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            entry.alive = False
+            self._leave(entry)
+
+    def victims(
+        self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
+    ) -> Iterable[ChunkKey]:
+        """Keys to evict, in order, until `nbytes` are covered."""
+        chosen: list[ChunkKey] = []
+        seen: list[_Entry] = []
+        # Chunks that become leaves when what is chosen has gone, and how many continuations of each are chosen.
+        opened: list[tuple[int, _Entry]] = []
+        gone: dict[ChunkKey, int] = {}
+        try:
+            while nbytes > 0:
+                entry = self._next(opened, seen)
+                if entry is None:
+                    break
+                if not free(entry.key):
+                    continue
+                chosen.append(entry.key)
+                nbytes -= size(entry.key)
+                before = self._entries.get(entry.parent) if entry.parent is not None else None
+                if before is not None:
+                    gone[before.key] = gone.get(before.key, 0) + 1
+                    if gone[before.key] == self._continuations[before.key]:
+                        heappush(opened, (before.used, before))
+        finally:
+            for entry in seen:
+                self._queue(entry)
+        return chosen
+
+    def _next(self, opened: list[tuple[int, _Entry]], seen: list[_Entry]) -> _Entry | None:
+        """Take the least recently used of `opened` and the leaves; leaves go to `seen`, to be put back."""
+        leaves = self._leaves
+        while leaves:
+            used, entry = leaves[0]
+            if not entry.alive or entry.key in self._continuations:
+                heappop(leaves)
+                entry.queued = False
+            elif used != entry.used:
+                heapreplace(leaves, (entry.used, entry))
+            elif opened and opened[0][0] < used:
+                break
+            else:
+                heappop(leaves)
+                entry.queued = False
+                seen.append(entry)
+                return entry
+        return heappop(opened)[1] if opened else None
+
+    def _queue(self, entry: _Entry) -> None:
+        """Put a leaf into the heap, unless it is there."""
+        if entry.queued:
+            return
+        entry.queued = True
+        heappush(self._leaves, (entry.used, entry))
+        if len(self._leaves) > 2 * len(self._entries) + _SLACK:
+            self._leaves = [(each.used, each) for _, each in self._leaves if each.alive]
+            heapify(self._leaves)
+
+    def _leave(self, entry: _Entry) -> None:
+        """`entry` is no continuation of its parent any more; the parent may be a leaf now."""
+        before = entry.parent
+        if before is None:
+            return
+        left = self._continuations[before] - 1
+        if left:
+            self._continuations[before] = left
+            return
+        del self._continuations[before]
+        parent = self._entries.get(before)
+        if parent is not None:
+            self._queue(parent)

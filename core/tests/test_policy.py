@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmkv import builtin
+from lmkv.policy.leaf_first import LeafFirstLRU
+from lmkv.policy.lru import LRU
+from lmkv.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmkv.specs import EvictionPolicy
+
+NAMESPACES = (b"n" * 16, b"m" * 16)
+
+
+def key(number: int, shard: int = 0, namespace: int = 0) -> ChunkKey:
+    return ChunkKey(NAMESPACES[namespace], shard, number.to_bytes(32, "big"))
+
+
+def always(_: ChunkKey) -> bool:
+    return True
+
+
+def one(_: ChunkKey) -> int:
+    return 1
+
+
+class Model:
+    """What the policies must do, written so that it is plainly right and slow."""
+
+    def __init__(self, *, leaf_first: bool) -> None:
+        self.leaf_first = leaf_first
+        self.clock = count()
+        self.used: dict[ChunkKey, int] = {}
+        self.parents: dict[ChunkKey, bytes | None] = {}
+
+    def add(self, key: ChunkKey, parent: bytes | None) -> None:
+        self.used[key] = next(self.clock)
+        self.parents[key] = parent
+
+    def touch(self, key: ChunkKey) -> None:
+        if key in self.used:
+            self.used[key] = next(self.clock)
+
+    def remove(self, key: ChunkKey) -> None:
+        self.used.pop(key, None)
+        self.parents.pop(key, None)
+
+    def victims(
+        self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
+    ) -> Sequence[ChunkKey]:
+        left, chosen = dict(self.used), []
+        while nbytes > 0:
+            parents = {ChunkKey(each.namespace, each.shard, self.parents[each] or b"") for each in left}
+            candidates = [each for each in left if free(each) and not (self.leaf_first and each in parents)]
+            if not candidates:
+                break
+            victim = min(candidates, key=lambda each: left[each])
+            del left[victim]
+            chosen.append(victim)
+            nbytes -= size(victim)
+        return chosen
+
+
+# A forest: the parent of entry n is entry n // 2 (none for 0 and 1), so that branches and long chains both come up.
+numbers = st.integers(1, 24)
+keys = st.builds(key, numbers, st.integers(0, 1), st.integers(0, 1))
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), keys),
+        st.tuples(st.just("touch"), keys),
+        st.tuples(st.just("remove"), keys),
+        st.tuples(st.just("evict"), st.integers(0, 30), st.frozensets(keys, max_size=6)),
+        st.tuples(st.just("ask"), st.integers(0, 30), st.frozensets(keys, max_size=6)),
+    ),
+    max_size=120,
+)
+
+
+@pytest.mark.parametrize(("policy", "leaf_first"), [(LRU, False), (LeafFirstLRU, True)])
+@given(steps=steps)
+@settings(max_examples=150, deadline=None)
+def test_same_victims_as_the_plain_model(policy: type, leaf_first: bool, steps: list[tuple]) -> None:
+    real, model = policy(), Model(leaf_first=leaf_first)
+
+    def size(each: ChunkKey) -> int:
+        return each.digest[-1] % 3 + 1
+
+    for step in steps:
+        if step[0] in ("evict", "ask"):
+            _, nbytes, held = step
+            victims = list(real.victims(nbytes, size, lambda each, held=held: each not in held))
+            assert victims == model.victims(nbytes, size, lambda each, held=held: each not in held)
+            for each in victims if step[0] == "evict" else ():
+                real.remove(each)
+                model.remove(each)
+        elif step[0] == "add":
+            number = int.from_bytes(step[1].digest, "big")
+            parent = (number // 2).to_bytes(32, "big") if number > 1 else None
+            real.add(step[1], parent)
+            model.add(step[1], parent)
+        else:
+            getattr(real, step[0])(step[1])
+            getattr(model, step[0])(step[1])
+    everything = list(real.victims(1 << 30, size, always))
+    assert everything == model.victims(1 << 30, size, always)
+    assert len(everything) == len(model.used)
+
+
+def chain(policy: EvictionPolicy, *numbers: int, shard: int = 0) -> None:
+    for previous, number in zip((None, *numbers), numbers, strict=False):
+        policy.add(key(number, shard), None if previous is None else key(previous).digest)
+
+
+def test_leaf_then_its_parent_in_one_call() -> None:
+    policy = LeafFirstLRU()
+    chain(policy, 1, 2, 3)
+    assert list(policy.victims(2, one, always)) == [key(3), key(2)]
+
+
+def test_parent_waits_for_every_continuation() -> None:
+    policy = LeafFirstLRU()
+    chain(policy, 1, 2)
+    policy.add(key(3), key(1).digest)
+    assert list(policy.victims(3, one, lambda each: each != key(3))) == [key(2)]
+
+
+def test_continuations_of_another_shard_do_not_count() -> None:
+    policy = LeafFirstLRU()
+    policy.add(key(1, shard=0), None)
+    policy.add(key(2, shard=1), key(1).digest)
+    assert list(policy.victims(1, one, always)) == [key(1, shard=0)]
+
+
+def test_an_entry_given_another_parent_frees_the_old_one() -> None:
+    policy = LeafFirstLRU()
+    chain(policy, 1, 2)
+    policy.add(key(3), None)
+    policy.add(key(2), key(3).digest)
+    assert list(policy.victims(3, one, always)) == [key(1), key(2), key(3)]
+
+
+@pytest.mark.parametrize("policy", [LRU, LeafFirstLRU])
+def test_a_failing_callback_leaves_the_policy_whole(policy: type) -> None:
+    real = policy()
+    chain(real, 1, 2, 3)
+    real.add(key(9), None)
+
+    def fail(_: ChunkKey) -> bool:
+        raise RuntimeError
+
+    before = list(real.victims(9, one, always))
+    with pytest.raises(RuntimeError):
+        real.victims(9, one, fail)
+    assert list(real.victims(9, one, always)) == before
+
+
+def test_endless_touching_and_replacing_keeps_the_heap_small() -> None:
+    policy = LeafFirstLRU()
+    for number in range(5000):
+        policy.add(key(number), None)
+        policy.touch(key(number))
+        policy.remove(key(max(number - 10, 0)))
+    assert len(policy._leaves) <= 2 * len(policy._entries) + 64 + 1
+
+
+def test_the_cores_policies_are_offered_by_its_hook() -> None:
+    made = {spec.name: spec.load()() for spec in builtin.lmkv_policies()}
+    assert {name: type(each) for name, each in made.items()} == {"lru": LRU, "leaf-first-lru": LeafFirstLRU}
