@@ -65,7 +65,7 @@ _MODULES: Final = {
 }
 _HOME: Final = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = list(_HOME)  # noqa: PLE0605  a list, built from the table above
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> object:

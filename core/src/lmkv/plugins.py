@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lmkv.specs import BackendFactory, Codec, EvictionPolicy
 
 GROUP: Final = "lmkv"
-CORE_MODULES: Final = ("lmkv.codec.plugin", "lmkv.policy.plugin")
+CORE_MODULES: Final = ("lmkv.builtin",)
 """The core's own plugins: they enter by the same hooks as everybody's."""
 
 Spec = TypeVar("Spec", BackendSpec, CodecSpec, PolicySpec)

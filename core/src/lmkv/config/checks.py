@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import PluginError
+from lmkv.observe.http import loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def cross_check(config: Config, host: PluginHost, unknown: frozenset[Path]) -> I
         for fault in _tier(tier, path, host, unknown):
             if fault[0] not in unknown:
                 yield fault
-    if not is_loopback(config.metrics.host):
+    if loopback(config.metrics.host) is None:
         yield ("metrics", "host"), f"{config.metrics.host!r} is not a loopback address: the page has no key"
     socket = config.service.socket
     if socket is not None and len(socket.encode()) > _SOCKET_PATH_MAX:
@@ -57,13 +57,3 @@ def _tier(tier: TierConfig, path: Path, host: PluginHost, unknown: frozenset[Pat
         yield (*path, "codec"), str(error)
     if path[-1] == 0 and tier.write == "demote":
         yield (*path, "write"), "'demote' waits for evictions of the tier above, and the first tier has none above it"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is ``localhost`` or an address that never leaves the machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "LMKV_"
 RESERVED: Final = {
     "LMKV_CONFIG": "path of the configuration file",
+    "LMKV_DEMO_CACHE": "where `make demo` keeps its models",
 }
 """Names under our prefix that are no settings; `docs/reference/configuration.md` lists them."""
 

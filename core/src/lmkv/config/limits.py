@@ -61,8 +61,8 @@ class Limits:
     """The whole pool of the node, a multiple of 4 KiB."""
     staging_bytes: int
     """Part of the pool that is kept for loads."""
-    capacities: Mapping[str, int | None]
-    """By tier; None: the store limits itself."""
+    capacities: tuple[int | None, ...]
+    """Of each tier, in order; None: the store limits itself."""
     lines: tuple[str, ...]
     """For people: each limit with its product."""
 
@@ -77,7 +77,7 @@ def limits_of(config: Config, machine: Machine | None) -> Limits:
     if not any(path[:1] == ("tiers",) for path in config._places):  # noqa: SLF001  one package
         _log.warning(
             "no tiers configured: using a RAM tier of %s (pool of %s, of %s available), chunks of %d tokens",
-            format_size(sum(size or 0 for size in limits.capacities.values())),
+            format_size(limits.capacities[0] or 0),
             format_size(limits.pool_bytes),
             format_size(machine.memory),
             config.chunk_tokens,
@@ -114,8 +114,8 @@ class _Sums:
     def result(self) -> tuple[Limits | None, list[Fault]]:
         pool, staging = self._pool()
         usable = pool - staging
-        capacities: dict[str, int | None] = {}
-        resident: list[str] = []
+        capacities: list[int | None] = [None] * len(self.config.tiers)
+        resident: list[int] = []
         volumes: dict[int, list[tuple[int, int, Volume]]] = {}
         for number, tier in enumerate(self.config.tiers):
             if not self._known("tiers", number, "backend"):
@@ -124,19 +124,19 @@ class _Sums:
             if capabilities is None or not self._known("tiers", number, "capacity"):
                 continue
             capacity = self._capacity(number, tier, capabilities, usable)
-            capacities[tier.name] = capacity
+            capacities[number] = capacity
             if capacity is None:
                 continue
             self.lines.append(f"{tier.name}: capacity {format_size(capacity)}")
             if capabilities.resident:
-                resident.append(tier.name)
+                resident.append(number)
             else:
                 self._ask_options(number, tier, capacity, volumes)
         self._fit_pool(resident, capacities, pool, staging)
         self._fit_volumes(volumes)
         if self.faults:
             return None, self.faults
-        return Limits(pool, staging, capacities, tuple(self.lines)), []
+        return Limits(pool, staging, tuple(capacities), tuple(self.lines)), []
 
     def _pool(self) -> tuple[int, int]:
         pool, ranks, memory = self.config.pool, self.config.ranks, self.machine.memory
@@ -204,16 +204,18 @@ class _Sums:
         if volume is not None:
             volumes.setdefault(volume.device, []).append((number, capacity, volume))
 
-    def _fit_pool(self, resident: list[str], capacities: Mapping[str, int | None], pool: int, staging: int) -> None:
-        wanted = [capacities[name] or 0 for name in resident]
-        numbers = [number for number, tier in enumerate(self.config.tiers) if tier.name in resident]
+    def _fit_pool(self, resident: list[int], capacities: list[int | None], pool: int, staging: int) -> None:
+        for number in resident:
+            if number:
+                self._fault(("tiers", number, "backend"), "keeps frames in host memory, so it must be the first tier")
+        wanted = [capacities[number] or 0 for number in resident]
         sound = all(self._known("pool", key) for key in ("size", "staging", "per")) and self._known("ranks")
-        if not numbers or not sound or sum(wanted) <= pool - staging:
+        if not resident or not sound or sum(wanted) <= pool - staging:
             return
         added = " + ".join(format_size(size) for size in wanted)
         total = f" = {format_size(sum(wanted))}" if len(wanted) > 1 else ""
         room = f"{format_size(pool)} of pool less {format_size(staging)} for loads is {format_size(pool - staging)}"
-        self._fault(("tiers", numbers[-1], "capacity"), f"{added}{total} does not fit: {room}")
+        self._fault(("tiers", resident[-1], "capacity"), f"{added}{total} does not fit: {room}")
 
     def _fit_volumes(self, volumes: Mapping[int, list[tuple[int, int, Volume]]]) -> None:
         for claims in volumes.values():

@@ -86,7 +86,7 @@ class TierConfig(Model):
     backend: str = Field(description="Name of an installed backend, see `lmkv plugins`.")
     capacity: Amount | None = Field(
         default=None,
-        description="Bytes of frames kept at most; for a resident backend also a percentage of the pool without staging."
+        description="Bytes of frames kept at most; for a resident backend also a percentage of the pool less staging."
         " Required where this node owns the store alone, not allowed for shared stores, which limit themselves.",
     )
     evict: str = Field(default="leaf-first-lru", description="Eviction policy; `none` only where there is no capacity.")
