@@ -11,6 +11,9 @@ from typing import Final
 
 import msgspec
 
+from lmkv.errors import ProtocolError
+from lmkv.types import DIGEST_BYTES
+
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 << 20
 """Bytes. A longer length prefix closes the connection before anything is allocated."""
@@ -21,6 +24,8 @@ PRESENT: Final = -1
 """Offset in `Reserved`: the frame is there already, or somebody else is filling it."""
 REJECTED: Final = -2
 """Offset in `Reserved`: no room, or the tier stack takes no store now."""
+MAX_FRAMES: Final = 1 << 16
+"""Digests or frames in one message, at most."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -92,13 +97,15 @@ class Lookup(Message, frozen=True):
 class Extend(Message, frozen=True):
     """After a `Found` with fewer chunks than asked: page prefixes of the first chunk that was missing. Answered by `Found`.
 
-    Adds the longest stored page prefix to the lease (`lease` 0: only count) and gives the same counts, now with `pages`.
+    Adds the longest stored page prefix to the lease (to one of its own if `lease` is 0) and gives the same counts, now
+    with `pages`. When `chunks` were found but their lease has ended since, nothing is held and the answer's lease is 0.
     """
 
     lease: int
     namespace: bytes
     chunks: int
     prefixes: bytes
+    hold: bool = True
 
 
 class Found(Message, frozen=True):
@@ -274,7 +281,10 @@ class HealthReport(Message, frozen=True):
 
 
 class Observe(Message, frozen=True):
-    """Counts things that happened in a client (offered tokens, fallback copies …) in the service's metrics. One-way."""
+    """Counts things that happened in a client in the service's metrics. One-way.
+
+    Names are counters of `lmkv.observe.families`, labels behind them: ``lmkv_hit_tokens_total|tier=ram``.
+    """
 
     counts: dict[str, float]
 
@@ -284,3 +294,10 @@ Request = (
     | Pin | Unpin | Prefetch | Move | Recode | Clear | GetHealth | Observe
 )  # fmt: skip
 Reply = Welcome | Refused | Ok | Found | Loaded | Reserved | Cleared | HealthReport
+
+
+def split_digests(blob: bytes) -> list[bytes]:
+    """A blob of digests as a list."""
+    if len(blob) % DIGEST_BYTES or len(blob) > MAX_FRAMES * DIGEST_BYTES:
+        raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each")
+    return [blob[i : i + DIGEST_BYTES] for i in range(0, len(blob), DIGEST_BYTES)]

@@ -1,0 +1,418 @@
+"""One client's conversation with the storage: every message that it may send, and what it holds.
+
+`handle` answers at once where it can; what has to wait for a tier is returned as a coroutine for the host to await.
+When the
+client has gone, `close` gives back everything that it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lmkv.errors import ClosedError, ConfigError, ProtocolError
+from lmkv.frame import frame_bytes
+from lmkv.service import protocol as p
+from lmkv.service.control import Control
+from lmkv.service.protocol import MAX_FRAMES, split_digests
+from lmkv.storage.driver import QUEUED, RUNNING
+from lmkv.storage.leases import Slot
+from lmkv.storage.loads import Wanted
+from lmkv.storage.manager import StorageManager
+from lmkv.types import DIGEST_BYTES, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from lmkv.config import Config
+    from lmkv.memory import MemoryObject
+    from lmkv.observe.metrics import Metrics
+    from lmkv.plugins import PluginHost
+    from lmkv.storage.index import Entry, NamespaceIndex
+    from lmkv.storage.leases import Lease
+    from lmkv.types import ChunkKey
+
+
+class Session:
+    """What one client holds: leases, holds of frames that it copies, reservations of frames that it fills."""
+
+    def __init__(self, manager: StorageManager, name: str) -> None:
+        self.name = name
+        self.leases: set[int] = set()
+        self.holds: dict[int, list[MemoryObject]] = {}
+        self.reservations: dict[int, list[Slot]] = {}
+        self._manager = manager
+        self._stack = manager.stack
+        self._metrics = manager.metrics
+        self._closed = False
+        manager.sessions.add(self)
+        control = Control(manager)
+        self._verbs: dict[type[p.Message], Callable[..., p.Message | Awaitable[p.Message] | None]] = {
+            p.Register: self._register,
+            p.Lookup: self._lookup,
+            p.Extend: self._extend,
+            p.Trim: self._trim,
+            p.Release: self._release,
+            p.Acquire: self._acquire,
+            p.Done: self._done,
+            p.Reserve: self._reserve,
+            p.Commit: self._commit,
+            p.Abort: self._abort,
+            **control.verbs,
+        }
+
+    def handle(self, message: p.Message) -> p.Message | Awaitable[p.Message] | None:
+        """Do what `message` asks. The reply, an awaitable of it, or None for one-way messages.
+
+        Raises:
+            LmkvError: the request cannot be served; the host answers with `Refused`.
+        """
+        if self._closed:
+            raise ClosedError("the session is closed")
+        verb = self._verbs.get(type(message))
+        if verb is None:
+            raise ProtocolError(f"{type(message).__name__} is not a request")
+        return verb(message)
+
+    def close(self) -> None:
+        """The client has gone: abort what it was filling, drop what it held. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for number in list(self.reservations):
+            self._abort(p.Abort(number))
+        for number in list(self.holds):
+            self._done(p.Done(number))
+        for number in list(self.leases):
+            self._release(p.Release(number))
+        self._manager.sessions.discard(self)
+
+    # --- look-up -----------------------------------------------------------------------------------------------------
+
+    def _register(self, message: p.Register) -> p.Ok:
+        self._manager.register(message.namespace_json)
+        return p.Ok()
+
+    def _lookup(self, message: p.Lookup) -> p.Found | Awaitable[p.Found]:
+        namespace = self._namespace(message.namespace)
+        digests = split_digests(message.digests)
+        entries = _present(namespace, digests)
+        self._metrics.inc("lmkv_lookups_total")
+        shared = [t for t in self._stack.tiers if t.shared]
+        if len(entries) < len(digests) and shared:
+            return self._lookup_shared(message, namespace, digests, entries)
+        return self._found(message, namespace, digests, entries)
+
+    async def _lookup_shared(
+        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
+    ) -> p.Found:
+        """Ask the shared stores, all at once, for what the index does not have."""
+        lease = self._manager.holdings.lease([*entries])  # what is there stays while we ask
+        try:
+            parent = digests[len(entries) - 1] if entries else b""
+            discovered = await self._stack.discover(namespace, digests[len(entries) :], parent)
+            found = self._found(message, namespace, digests, _present(namespace, digests))
+        finally:
+            self._manager.end_lease(lease.number)
+        for entry in discovered:
+            self._stack.settle(entry)  # what no lease has taken is forgotten: the store knows it
+        return found
+
+    def _found(
+        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
+    ) -> p.Found:
+        partial: tuple[Entry, int] | None = None
+        if len(entries) == len(digests):
+            partial = namespace.longest_prefix(split_digests(message.prefixes))
+        else:
+            reason = self._manager.index.why_missing(namespace, digests[len(entries)])
+            self._metrics.inc("lmkv_misses_total", len(digests) - len(entries), reason=reason.value)
+        tiers = self._use([*entries, partial[0]] if partial else entries)
+        lease = 0
+        if message.hold and (entries or partial):
+            held = self._manager.holdings.lease([*entries])
+            if partial:
+                held.add_partial(partial[0])
+            lease = held.number
+            self.leases.add(lease)
+            self._bring(held, 0, len(held.entries), None, priority=QUEUED)
+        if partial:
+            return p.Found(lease, len(entries), partial[1], partial[0].digest, tiers)
+        return p.Found(lease, len(entries), tiers=tiers)
+
+    def _extend(self, message: p.Extend) -> p.Found:
+        namespace = self._namespace(message.namespace)
+        lease = self._manager.holdings.get(message.lease) if message.lease else None
+        partial = namespace.longest_prefix(split_digests(message.prefixes))
+        number = 0 if lease is None else lease.number
+        if partial is None:
+            return p.Found(number, message.chunks)
+        entry, pages = partial
+        tiers = self._use([entry])
+        if lease is not None and len(lease.entries) == lease.chunks:
+            lease.add_partial(entry)
+            self._bring(lease, lease.chunks, lease.chunks + 1, None, priority=QUEUED)
+        elif message.lease == 0 and message.hold:
+            held = self._manager.holdings.lease([])
+            held.add_partial(entry)
+            number = held.number
+            self.leases.add(number)
+            self._bring(held, 0, 1, None, priority=QUEUED)
+        return p.Found(number, message.chunks, pages, entry.digest, tiers)
+
+    def _use(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """Note the use of `entries` in every tier; the number of the tier that each has to come from."""
+        places: list[int] = []
+        tiers = self._stack.tiers
+        used: list[list[ChunkKey]] = [[] for _ in tiers]
+        for entry in reversed(entries):  # the first chunks end up as the most recently used
+            slowest = 0
+            for number, part in entry.shards.items():
+                bits = part.tiers
+                if bits and part.staged is None:
+                    slowest = max(slowest, (bits & -bits).bit_length() - 1)
+                key = entry.key(number)
+                for tier in tiers:
+                    if bits & tier.bit:
+                        used[tier.number].append(key)
+            places.append(slowest)
+        for tier, keys in zip(tiers, used, strict=True):
+            if keys:
+                tier.touch(keys)
+                tier.remember_use(keys)
+        places.reverse()
+        return tuple(places)
+
+    def _bring(self, lease: Lease, first: int, stop: int, shard: int | None, *, priority: int) -> None:
+        """Start the loads of what the lease holds and the pool has not, in order."""
+        wanted: list[Wanted] = []
+        ram = self._stack.ram
+        bit = 0 if ram is None else ram.bit
+        for entry in lease.entries[first:stop]:
+            if entry is None:
+                continue
+            for number, part in entry.shards.items():
+                if not part.tiers & bit and part.staged is None and (shard is None or shard == number):
+                    wanted.append(Wanted(entry, number))
+        if wanted:
+            self._stack.loads.start(wanted, priority=priority)
+
+    def _trim(self, message: p.Trim) -> None:
+        lease = self._manager.holdings.get(message.lease)
+        if lease is not None:
+            for entry in lease.drop(0, min(message.skip, lease.chunks)):
+                self._stack.settle(entry)
+
+    def _release(self, message: p.Release) -> None:
+        self.leases.discard(message.lease)
+        self._manager.end_lease(message.lease)
+
+    # --- retrieve ----------------------------------------------------------------------------------------------------
+
+    def _acquire(self, message: p.Acquire) -> p.Loaded | Awaitable[p.Loaded]:
+        count = message.count
+        lease = self._manager.holdings.get(message.lease)
+        if lease is None or message.first < 0 or not 0 <= count <= MAX_FRAMES:
+            reason = MissReason.EXPIRED
+            self._metrics.inc("lmkv_misses_total", max(0, count), reason=reason.value)
+            n = min(max(0, count), MAX_FRAMES)
+            return p.Loaded(0, (p.ABSENT,) * n, (0,) * n, (reason.value,) * n)
+        self._bring(lease, message.first, message.first + count, message.shard, priority=RUNNING)
+        entries = lease.entries[message.first : message.first + count]
+        loading = [
+            part.loading
+            for entry in entries
+            if entry is not None and (part := entry.shards.get(message.shard)) is not None and part.loading is not None
+        ]
+        if loading:
+            return self._acquire_later(message, entries, loading)
+        return self._loaded(message, entries, {})
+
+    async def _acquire_later(
+        self, message: p.Acquire, entries: list[Entry | None], loading: Sequence[asyncio.Future[MissReason | None]]
+    ) -> p.Loaded:
+        held = [entry for entry in entries if entry is not None]
+        for entry in held:
+            entry.holds += 1  # the lease may be released meanwhile
+        try:
+            reasons = await asyncio.gather(*(asyncio.shield(future) for future in loading))
+            failed = dict(zip((id(future) for future in loading), reasons, strict=True))
+            worst = next((r for r in failed.values() if r is not None), None)
+            return self._loaded(message, entries, {} if worst is None else {message.shard: worst})
+        finally:
+            for entry in held:
+                entry.holds -= 1
+                self._stack.settle(entry)
+
+    def _loaded(self, message: p.Acquire, entries: list[Entry | None], reasons: dict[int, MissReason]) -> p.Loaded:
+        """Hold what is in the pool for this session."""
+        objects: list[MemoryObject] = []
+        offsets: list[int] = []
+        lengths: list[int] = []
+        whys: list[str] = []
+        for i in range(message.count):
+            entry = entries[i] if i < len(entries) else None
+            obj = None if entry is None or self._closed else self._stack.in_pool(entry, message.shard)
+            if entry is None or obj is None:
+                reason = reasons.get(message.shard, MissReason.EVICTED)
+                self._metrics.inc("lmkv_misses_total", reason=reason.value)
+                offsets.append(p.ABSENT)
+                lengths.append(0)
+                whys.append(reason.value)
+                continue
+            objects.append(obj)
+            offsets.append(obj.offset)
+            lengths.append(entry.pages * entry.namespace.page_bytes[message.shard])
+            whys.append("")
+        number = 0
+        if objects:
+            number = self._manager.holdings.number()
+            self.holds[number] = objects
+        return p.Loaded(number, tuple(offsets), tuple(lengths), tuple(whys))
+
+    def _done(self, message: p.Done) -> None:
+        for obj in self.holds.pop(message.hold, ()):
+            obj.release("get")
+        self._stack.roomier()
+
+    # --- store -------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, message: p.Reserve) -> p.Reserved:
+        namespace = self._namespace(message.namespace)
+        if not 0 <= message.shard < namespace.shards:
+            raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
+        number = self._manager.holdings.number()
+        slots: list[Slot] = []
+        offsets: list[int] = []
+        lengths: list[int] = []
+        outcomes: Counter[str] = Counter()
+        for frame in message.frames:
+            length = frame.pages * namespace.page_bytes[message.shard]
+            slot = self._reserve_frame(namespace, message.shard, number, frame, length)
+            lengths.append(length)
+            if isinstance(slot, int):
+                offsets.append(slot)
+                outcomes["present" if slot == p.PRESENT else "no_room"] += 1
+            else:
+                offsets.append(slot.object.offset)
+                slots.append(slot)
+        if outcomes["no_room"]:
+            self._metrics.inc("lmkv_dropped_stores_total", outcomes["no_room"], reason="no_room")
+        if not slots:
+            return p.Reserved(0, tuple(offsets), tuple(lengths))
+        self.reservations[number] = slots
+        return p.Reserved(number, tuple(offsets), tuple(lengths))
+
+    def _reserve_frame(
+        self, namespace: NamespaceIndex, shard: int, number: int, frame: p.NewFrame, length: int
+    ) -> Slot | int:
+        prefixes = split_digests(frame.prefixes)
+        if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
+            raise ProtocolError(
+                f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}"
+            )
+        if len(prefixes) != frame.pages - 1 or len(frame.parent) not in {0, DIGEST_BYTES}:
+            raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(prefixes)} page prefixes")
+        entry = namespace.entries.get(frame.digest)
+        part = None if entry is None else entry.shards.get(shard)
+        if part is not None and (part.present or part.filling):
+            return p.PRESENT
+        if frame.pages < namespace.chunk_pages and any(
+            (held := longer.shards.get(shard)) is not None and held.present
+            for longer in namespace.with_prefix(frame.digest)
+        ):
+            return p.PRESENT  # a longer frame has all of this tail
+        nbytes = frame_bytes(length, len(prefixes))
+        obj = self._stack.allocate(nbytes, "fill")
+        if obj is None:
+            return p.REJECTED
+        entry = namespace.add(frame.digest, frame.parent, frame.pages, tuple(prefixes))
+        part = entry.part(shard, nbytes)
+        part.filling = number
+        self._stack.filling_bytes += nbytes
+        return Slot(entry, shard, obj)
+
+    def _commit(self, message: p.Commit) -> None:
+        slots = self.reservations.pop(message.reservation, [])
+        failed = set(message.failed)
+        for i, slot in enumerate(slots):
+            self._fill_ended(slot, stored=i not in failed)
+
+    def _abort(self, message: p.Abort) -> None:
+        for slot in self.reservations.pop(message.reservation, []):
+            self._fill_ended(slot, stored=False)
+
+    def _fill_ended(self, slot: Slot, *, stored: bool) -> None:
+        entry, shard, obj = slot
+        part = entry.shards[shard]
+        part.filling = 0
+        self._stack.filling_bytes -= obj.nbytes
+        if stored and not entry.doomed:
+            self._stack.store(entry, shard, obj)
+            self._supersede(entry)
+            if shard == 0:
+                tokens = entry.pages * self._manager.chunk_tokens // entry.namespace.chunk_pages
+                self._metrics.inc("lmkv_stored_tokens_total", tokens)
+        else:
+            self._metrics.inc("lmkv_dropped_stores_total", reason="aborted")
+            self._stack.forget_if_gone(entry, shard, MissReason.NEVER_STORED)
+        obj.release("fill")
+        self._stack.settle(entry)
+
+    def _supersede(self, entry: Entry) -> None:
+        """Tails that `entry` contains whole are of no more use."""
+        if not entry.ready:
+            return
+        for prefix in entry.prefixes:
+            tail = entry.namespace.entries.get(prefix)
+            if tail is not None and not tail.holds and tail.pinned_until <= time.monotonic():
+                self._stack.remove(tail)
+
+    def _namespace(self, identity: bytes) -> NamespaceIndex:
+        found = self._manager.index.namespaces.get(identity)
+        if found is None or not found.shards:
+            raise ConfigError(f"namespace {identity.hex()} was not registered", kind="namespace")
+        return found
+
+
+def _present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]:
+    """The entries of the leading chunks that are READY."""
+    entries: list[Entry] = []
+    get = namespace.entries.get
+    for digest in digests:
+        entry = get(digest)
+        if entry is None or not entry.ready:
+            break
+        entries.append(entry)
+    return entries
+
+
+class NodeStorage:
+    """A node's storage with the sessions of its clients: what a host (thread, child process, `lmkv serve`) serves.
+
+    Attributes:
+        config: what it was built from.
+        manager: the storage itself.
+    """
+
+    def __init__(self, config: Config, manager: StorageManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.pool = manager.pool
+        self.tiers = manager.tiers
+        self.metrics = manager.metrics
+
+    @classmethod
+    async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> NodeStorage:
+        """Start the storage of `config`; raises what `StorageManager.start` raises."""
+        return cls(config, await StorageManager.start(config, host, metrics))
+
+    def open_session(self, name: str) -> Session:
+        """A client has come; the host closes its session when it has gone."""
+        return Session(self.manager, name)
+
+    async def close(self, deadline: float = 5.0) -> None:
+        """Stop within `deadline` seconds. Idempotent."""
+        await self.manager.close(deadline)

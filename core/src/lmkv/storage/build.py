@@ -1,0 +1,97 @@
+"""From a configuration to tiers: the one place where plugins become backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmkv.errors import ConfigError, LmkvError
+from lmkv.specs import BackendContext
+from lmkv.storage.tier import Tier, TierSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lmkv.config import Config, Limits, TierConfig
+    from lmkv.observe.metrics import Metrics
+    from lmkv.plugins import PluginHost
+    from lmkv.specs import Codec
+
+
+def build_tiers(config: Config, limits: Limits, host: PluginHost, metrics: Metrics) -> list[Tier]:
+    """Start every backend of the configuration. Blocks. When one fails, those before it are closed again.
+
+    Raises:
+        ConfigError: a resident tier that is not the first, or whatever a backend finds wrong.
+        PluginError: a plugin that the configuration names cannot be loaded.
+        BackendError: a backend cannot be started; the message names the tier.
+    """
+    codecs = codec_loader(host)
+    tiers: list[Tier] = []
+    try:
+        for number, entry in enumerate(config.tiers):
+            tier = build_tier(number, entry, limits.capacities[number], config.ranks, host, codecs, metrics)
+            tiers.append(tier)
+            _check(tier)
+            codecs(entry.codec)
+    except BaseException:
+        for tier in tiers:
+            tier.close(1.0)
+        raise
+    return tiers
+
+
+def _check(tier: Tier) -> None:
+    """What only the started backend tells."""
+    if tier.resident and tier.number:
+        raise ConfigError(f"tier {tier.name!r} keeps frames in host memory: it must be the first of the stack")
+    if tier.capacity is None and not tier.shared:
+        raise ConfigError(f"tier {tier.name!r} needs a capacity: this node alone decides what it holds")
+
+
+def build_tier(  # noqa: PLR0917  what one tier is made of
+    number: int,
+    entry: TierConfig,
+    capacity: int | None,
+    ranks: int,
+    host: PluginHost,
+    codecs: Callable[[str], Codec],
+    metrics: Metrics,
+) -> Tier:
+    """One tier, its backend started."""
+    factory = host.load_backend(entry.backend)
+    context = BackendContext(tier=entry.name, capacity=capacity, ranks=ranks)
+    try:
+        backend = factory(entry.options, context)
+    except (LmkvError, OSError) as e:
+        e.args = (f"tier {entry.name!r} (backend {entry.backend!r}) cannot be started: {e}", *e.args[1:])
+        raise
+    settings = TierSettings(
+        name=entry.name,
+        capacity=capacity,
+        write=entry.write,
+        read=entry.read,
+        codec=entry.codec,
+        deadline=entry.deadline,
+        threads=entry.threads or backend.capabilities.parallelism,
+        queue_calls=entry.queue.calls,
+        queue_bytes=entry.queue.bytes,
+        failures=entry.breaker.failures,
+        probe=entry.breaker.probe,
+    )
+    policy = None if capacity is None else host.load_policy(entry.evict)
+    return Tier(number, settings, backend, policy, codecs, metrics)
+
+
+def codec_loader(host: PluginHost) -> Callable[[str], Codec]:
+    """Codecs by name, each made once."""
+    made: dict[str, Codec] = {}
+
+    def codec(name: str) -> Codec:
+        if name not in made:
+            made[name] = host.load_codec(name)
+        return made[name]
+
+    return codec
+
+
+

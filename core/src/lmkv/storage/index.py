@@ -1,0 +1,218 @@
+"""What this node holds: chunks, their shards, where each shard lies. One writer, the storage loop; no locks.
+
+A chunk's life: FILLING while a shard of it is being written by a client, READY once every shard lies somewhere, gone
+when
+the last place is lost. Only a READY chunk is visible to look-ups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from lmkv.types import ChunkKey, MissReason
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterator, Sequence
+
+    from lmkv.memory import MemoryObject
+
+GHOSTS: Final = 1 << 16
+"""Digests remembered after they were lost, so that a later miss can be told from one that was never stored."""
+
+
+class Shard:
+    """One rank's part of a chunk.
+
+    Attributes:
+        tiers: bit i set: the frame lies whole in tier number i.
+        filling: number of the reservation whose client is writing it, or 0.
+        staged: the frame in the pool, kept for leases (or for stores under way) while no resident tier has it; one
+        owner.
+        loading: set while a load into the pool is under way; its result is None or the reason of the failure.
+        nbytes: bytes of the identity-coded frame.
+        sealed: the frame in the pool carries its trailer.
+    """
+
+    __slots__ = ("filling", "loading", "nbytes", "sealed", "staged", "tiers", "writes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.tiers = 0
+        self.filling = 0
+        self.staged: MemoryObject | None = None
+        self.loading: asyncio.Future[MissReason | None] | None = None
+        self.nbytes = nbytes
+        self.sealed = False
+        self.writes = 0
+        """Copies to other tiers that read the pool's frame now."""
+
+    @property
+    def present(self) -> bool:
+        """Whether the frame can be had from anywhere."""
+        return self.tiers != 0 or self.staged is not None
+
+
+class Entry:
+    """A chunk or tail of one namespace."""
+
+    __slots__ = (
+        "digest", "doomed", "holds", "leaving", "namespace", "pages", "parent", "pinned_until", "prefixes", "shards",
+    )  # fmt: skip
+
+    def __init__(
+        self, namespace: NamespaceIndex, digest: bytes, parent: bytes, pages: int, prefixes: tuple[bytes, ...]
+    ) -> None:
+        self.namespace = namespace
+        self.digest = digest
+        self.parent = parent
+        self.pages = pages
+        self.prefixes = prefixes
+        self.shards: dict[int, Shard] = {}
+        self.holds = 0
+        self.pinned_until = -math.inf
+        self.doomed = False
+        """Cleared while held: out of sight, its frames go with the last hold."""
+        self.leaving = 0
+        """Bits of tiers that it leaves with the last hold."""
+
+    @property
+    def ready(self) -> bool:
+        """All shards lie somewhere."""
+        shards = self.shards
+        if len(shards) != self.namespace.shards:
+            return False
+        for shard in shards.values():  # noqa: SIM110  twice as fast as all(…), and the inside of every look-up
+            if not shard.tiers and shard.staged is None:
+                return False
+        return True
+
+    def part(self, shard: int, nbytes: int) -> Shard:
+        """The record of one shard, made if it is not there; `nbytes` of its identity-coded frame."""
+        found = self.shards.get(shard)
+        if found is None:
+            found = self.shards[shard] = Shard(nbytes)
+        return found
+
+    def key(self, shard: int) -> ChunkKey:
+        """The key of one shard's frame."""
+        return ChunkKey(self.namespace.id, shard, self.digest)
+
+
+class NamespaceIndex:
+    """The chunks of one namespace, by digest and by the digests of their page prefixes.
+
+    `shards` is 0 until a client has registered the namespace: frames found on disk wait for that.
+    """
+
+    __slots__ = ("_ghosts", "_pages", "chunk_pages", "entries", "id", "page_bytes", "shards")
+
+    def __init__(self, identity: bytes) -> None:
+        self.id = identity
+        self.shards = 0
+        self.chunk_pages = 0
+        self.page_bytes: tuple[int, ...] = ()
+        self.entries: dict[bytes, Entry] = {}
+        self._pages: dict[bytes, Entry | list[Entry]] = {}
+        self._ghosts: OrderedDict[bytes, MissReason] = OrderedDict()
+
+    def add(self, digest: bytes, parent: bytes, pages: int, prefixes: tuple[bytes, ...]) -> Entry:
+        """The entry of `digest`, made if it is not there."""
+        entry = self.entries.get(digest)
+        if entry is None:
+            entry = Entry(self, digest, parent, pages, prefixes)
+            self.entries[digest] = entry
+            for prefix in (*prefixes, digest):
+                self._map(prefix, entry)
+        return entry
+
+    def learn(self, entry: Entry, prefixes: tuple[bytes, ...]) -> None:
+        """The page prefixes of an entry that was found in a shared store, which tells them only when it is loaded."""
+        if prefixes and not entry.prefixes and self.entries.get(entry.digest) is entry:
+            entry.prefixes = prefixes
+            for prefix in prefixes:
+                self._map(prefix, entry)
+
+    def discard(self, entry: Entry, reason: MissReason | None) -> None:
+        """Take `entry` out of sight; `reason` is given for later misses of its digest."""
+        if self.entries.get(entry.digest) is not entry:
+            return
+        del self.entries[entry.digest]
+        for prefix in (*entry.prefixes, entry.digest):
+            self._unmap(prefix, entry)
+        if reason is not None:
+            self._ghosts[entry.digest] = reason
+            if len(self._ghosts) > GHOSTS:
+                self._ghosts.popitem(last=False)
+
+    def longest_prefix(self, prefixes: Sequence[bytes]) -> tuple[Entry, int] | None:
+        """The READY entry that holds most of the pages whose prefix digests are given, and how many."""
+        for pages in range(len(prefixes), 0, -1):
+            for entry in self.with_prefix(prefixes[pages - 1]):
+                if entry.ready:
+                    return entry, pages
+        return None
+
+    def with_prefix(self, prefix: bytes) -> Iterator[Entry]:
+        """Every entry that begins (or is) with the pages of this prefix digest."""
+        found = self._pages.get(prefix)
+        if isinstance(found, Entry):
+            yield found
+        elif found is not None:
+            yield from found
+
+    def why_missing(self, digest: bytes) -> MissReason:
+        """The reason to count for a digest that no look-up can offer."""
+        entry = self.entries.get(digest)
+        if entry is not None:
+            return MissReason.NOT_ALL_SHARDS
+        return self._ghosts.get(digest, MissReason.NEVER_STORED)
+
+    def _map(self, prefix: bytes, entry: Entry) -> None:
+        found = self._pages.get(prefix)
+        if found is None:
+            self._pages[prefix] = entry
+        elif isinstance(found, list):
+            found.append(entry)
+        else:
+            self._pages[prefix] = [found, entry]
+
+    def _unmap(self, prefix: bytes, entry: Entry) -> None:
+        found = self._pages.get(prefix)
+        if isinstance(found, list):
+            found.remove(entry)
+            if len(found) == 1:
+                self._pages[prefix] = found[0]
+        elif found is entry:
+            del self._pages[prefix]
+
+
+class Index:
+    """All namespaces of the node."""
+
+    __slots__ = ("namespaces",)
+
+    def __init__(self) -> None:
+        self.namespaces: dict[bytes, NamespaceIndex] = {}
+
+    def namespace(self, identity: bytes) -> NamespaceIndex:
+        """The namespace, made if it is not there."""
+        found = self.namespaces.get(identity)
+        if found is None:
+            found = self.namespaces[identity] = NamespaceIndex(identity)
+        return found
+
+    def entry(self, key: ChunkKey) -> Entry | None:
+        """The visible entry that `key` belongs to."""
+        found = self.namespaces.get(key.namespace)
+        return None if found is None else found.entries.get(key.digest)
+
+    def why_missing(self, namespace: NamespaceIndex, digest: bytes) -> MissReason:
+        """As `NamespaceIndex.why_missing`, but tells when another namespace has the same tokens."""
+        reason = namespace.why_missing(digest)
+        if reason is MissReason.NEVER_STORED and any(
+            other is not namespace and digest in other.entries for other in self.namespaces.values()
+        ):
+            return MissReason.NAMESPACE
+        return reason

@@ -1,0 +1,94 @@
+"""Promises and holds: leases of look-ups, holds of workers that copy, reservations of workers that fill.
+
+Each has one owner (a session), an expiry where it is a promise, and one idempotent way to end; counts cannot go
+negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lmkv.memory import MemoryObject
+    from lmkv.storage.index import Entry
+
+
+class Lease:
+    """What a look-up found and promised: full chunks in order, then at most one frame of which only pages are used.
+
+    Attributes:
+        entries: None where the engine has let go of a chunk that it does not need.
+        chunks: how many of `entries` are full chunks.
+        expires: loop time.
+    """
+
+    __slots__ = ("chunks", "entries", "expires", "number")
+
+    def __init__(self, number: int, entries: list[Entry | None], expires: float) -> None:
+        self.number = number
+        self.entries = entries
+        self.chunks = len(entries)
+        self.expires = expires
+        for entry in entries:
+            if entry is not None:
+                entry.holds += 1
+
+    def add_partial(self, entry: Entry) -> None:
+        """Put the frame behind the last full chunk under the lease."""
+        entry.holds += 1
+        self.entries.append(entry)
+
+    def drop(self, first: int, stop: int) -> Iterator[Entry]:
+        """Let go of the entries in this range; yields each whose hold was given back."""
+        for i in range(max(0, first), min(stop, len(self.entries))):
+            entry, self.entries[i] = self.entries[i], None
+            if entry is not None:
+                entry.holds -= 1
+                yield entry
+
+
+class Slot(NamedTuple):
+    """One frame that a client fills."""
+
+    entry: Entry
+    shard: int
+    object: MemoryObject
+
+
+class Holdings:
+    """All leases of the node, by number. Sessions keep the numbers that are theirs."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.leases: dict[int, Lease] = {}
+        self._seconds = seconds
+        self._clock = clock
+        self._numbers = itertools.count(1)
+
+    def number(self) -> int:
+        """A number that was never used before: for leases, holds and reservations alike."""
+        return next(self._numbers)
+
+    def lease(self, entries: list[Entry | None]) -> Lease:
+        """Promise `entries` for the configured time."""
+        lease = Lease(self.number(), entries, self._clock() + self._seconds)
+        self.leases[lease.number] = lease
+        return lease
+
+    def get(self, number: int) -> Lease | None:
+        """A live lease, prolonged by its use."""
+        lease = self.leases.get(number)
+        if lease is None:
+            return None
+        now = self._clock()
+        if lease.expires <= now:
+            return None
+        lease.expires = now + self._seconds
+        return lease
+
+    def expired(self) -> list[int]:
+        """Numbers of the leases whose time is over."""
+        now = self._clock()
+        return [number for number, lease in self.leases.items() if lease.expires <= now]

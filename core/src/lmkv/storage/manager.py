@@ -1,0 +1,278 @@
+"""StorageManager: one node's stack, index and promises, behind the messages of its clients.
+
+Everything here runs on one asyncio loop: one writer, no locks. What a client may ask is in `lmkv.service.session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from lmkv.errors import ConfigError, FrameError
+from lmkv.frame import frame_bytes, parse_trailer
+from lmkv.keys import Namespace
+from lmkv.memory import Pool
+from lmkv.storage.build import build_tiers
+from lmkv.storage.index import Index
+from lmkv.storage.leases import Holdings
+from lmkv.storage.stack import Stack
+from lmkv.types import HealthState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmkv.config import Config
+    from lmkv.memory import MemoryObject
+    from lmkv.observe.metrics import Metrics
+    from lmkv.plugins import PluginHost
+    from lmkv.storage.index import Entry
+    from lmkv.storage.leases import Slot
+    from lmkv.storage.tier import Tier
+    from lmkv.types import StoredFrame
+
+log = logging.getLogger(__name__)
+
+SCAN_STEP = 2_000
+"""Frames taken into the index between two turns of the loop."""
+
+
+class Client(Protocol):
+    """What the manager needs to know of a client's session."""
+
+    holds: dict[int, list[MemoryObject]]
+    reservations: dict[int, list[Slot]]
+
+    def close(self) -> None:
+        """Give back everything."""
+
+
+class StorageManager:
+    """The storage of one node. Build it with `start`; every method belongs to the loop that it was started on.
+
+    Attributes:
+        pool: the arena that all frames of the node lie in.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        pool: Pool,
+        metrics: Metrics,
+        *,
+        staging: int,
+        lease_seconds: float = 60.0,
+        chunk_tokens: int = 256,
+        tail: str = "pages",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = pool
+        self.metrics = metrics
+        self.chunk_tokens = chunk_tokens
+        self.tail = tail
+        self.index = Index()
+        self.stack = Stack(tiers, pool, self.index, metrics, staging=staging)
+        self.holdings = Holdings(lease_seconds, clock)
+        self.sessions: set[Client] = set()
+        self.clock = clock
+        self._closed = False
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_house(min(1.0, lease_seconds / 4)))
+
+    @classmethod
+    async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> StorageManager:
+        """Build the pool and the tiers of `config`, and take what persistent tiers hold into the index.
+
+        Raises:
+            ConfigError: limits that do not fit, a folder that cannot be used.
+            PluginError: a backend, codec or policy that the configuration names cannot be loaded.
+            BackendError: a tier cannot be started.
+        """
+        limits = config.limits()
+        tiers = await asyncio.to_thread(build_tiers, config, limits, host, metrics)
+        try:
+            pool = Pool.create(limits.pool_bytes, hugepages=config.pool.hugepages, prefault=config.pool.prefault)
+        except BaseException:
+            for tier in tiers:
+                tier.close(1.0)
+            raise
+        manager = cls(
+            tiers,
+            pool,
+            metrics,
+            staging=limits.staging_bytes,
+            lease_seconds=config.leases.seconds,
+            chunk_tokens=config.chunk_tokens,
+            tail=config.tail,
+        )
+        await manager.recover()
+        return manager
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names, fastest first."""
+        return tuple(tier.name for tier in self.stack.tiers)
+
+    def tier(self, name: str) -> Tier:
+        """The tier of that name; `ConfigError` names those that there are."""
+        for tier in self.stack.tiers:
+            if tier.name == name:
+                return tier
+        raise ConfigError(f"there is no tier {name!r}; tiers: {', '.join(self.tiers)}", kind="unknown-tier")
+
+    # --- namespaces --------------------------------------------------------------------------------------------------
+
+    def register(self, text: str) -> None:
+        """Make a namespace usable; refuses one whose frames can never fit, with the numbers."""
+        namespace = Namespace.from_json(text)
+        prefixes = namespace.chunk_pages - 1
+        sizes = [frame_bytes(namespace.chunk_pages * nbytes, prefixes) for nbytes in namespace.page_bytes]
+        for tier in self.stack.tiers:
+            if tier.capacity is not None and sum(sizes) > tier.capacity:
+                raise ConfigError(
+                    f"tier {tier.name!r} holds {tier.capacity} bytes, but one chunk of {namespace.chunk_tokens} "
+                    f"tokens takes {sum(sizes)} bytes ({len(sizes)} shards): raise its capacity or lower chunk_tokens",
+                    kind="too-small",
+                )
+        if max(sizes) > self.pool.nbytes:
+            raise ConfigError(
+                f"the pool has {self.pool.nbytes} bytes, but one frame takes {max(sizes)}: raise pool.size",
+                kind="too-small"
+            )
+        known = self.index.namespace(namespace.id)
+        if known.shards:
+            return
+        known.shards = namespace.shards
+        known.chunk_pages = namespace.chunk_pages
+        known.page_bytes = namespace.page_bytes
+        for tier in self.stack.tiers:
+            tier.describe(namespace.id, text)
+
+    async def recover(self) -> None:
+        """Take the frames that persistent tiers still hold into the index, oldest first, and enforce the capacities."""
+        for tier in self.stack.tiers:
+            capabilities = tier.backend.capabilities
+            if tier.shared or not capabilities.scan:
+                continue
+            begin = time.monotonic()
+            frames = await asyncio.to_thread(list, tier.backend.scan())
+            damaged = []
+            for i, frame in enumerate(frames):
+                if not self._recover_frame(tier, frame):
+                    damaged.append(frame.key)
+                if i % SCAN_STEP == SCAN_STEP - 1:
+                    await asyncio.sleep(0)
+            if damaged:
+                tier.set_aside(damaged)
+                self.metrics.inc("lmkv_corrupt_frames_total", len(damaged), tier=tier.name)
+            self.stack.evict(tier, tier.shortfall(0))
+            if frames:
+                log.info(
+                    "tier %s: %d frames, %d bytes found in %.2f s, %d damaged ones set aside",
+                    tier.name, len(frames) - len(damaged), tier.used, time.monotonic() - begin, len(damaged),
+                )  # fmt: skip
+
+    def _recover_frame(self, tier: Tier, frame: StoredFrame) -> bool:
+        try:
+            trailer = parse_trailer(frame.trailer)
+        except FrameError:
+            return False
+        nbytes = frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec)
+        if trailer.key != frame.key or nbytes != frame.nbytes:
+            return False
+        namespace = self.index.namespace(frame.key.namespace)
+        entry = namespace.add(frame.key.digest, trailer.parent, trailer.pages, trailer.prefixes)
+        part = entry.part(frame.key.shard, frame_bytes(trailer.raw_bytes, len(trailer.prefixes)))
+        part.tiers |= tier.bit
+        tier.record(frame.key, frame.nbytes, trailer.parent)
+        return True
+
+    # --- promises ----------------------------------------------------------------------------------------------------
+
+    def end_lease(self, number: int) -> None:
+        """Give back everything that a lease holds; idempotent."""
+        lease = self.holdings.leases.pop(number, None)
+        if lease is not None:
+            for entry in lease.drop(0, len(lease.entries)):
+                self.stack.settle(entry)
+
+    def pin(self, entry: Entry, seconds: float | None) -> None:
+        """Keep `entry` from eviction."""
+        entry.pinned_until = math.inf if seconds is None else max(entry.pinned_until, time.monotonic() + seconds)
+
+    async def _keep_house(self, interval: float) -> None:
+        while True:
+            await asyncio.sleep(interval)
+            for number in self.holdings.expired():
+                self.end_lease(number)
+                self.metrics.inc("lmkv_leases_expired_total")
+            self.gauge()
+
+    def gauge(self) -> None:
+        """Bring the gauges up to date."""
+        m = self.metrics
+        m.set("lmkv_pool_bytes", self.pool.nbytes)
+        m.set("lmkv_pool_free_bytes", self.pool.free_bytes)
+        m.set("lmkv_leases", len(self.holdings.leases))
+        m.set("lmkv_sessions", len(self.sessions))
+        for tier in self.stack.tiers:
+            m.set("lmkv_tier_used_bytes", tier.used, tier=tier.name)
+            m.set("lmkv_tier_capacity_bytes", tier.capacity or 0, tier=tier.name)
+            m.set("lmkv_tier_open", float(tier.reads.open or tier.writes.open), tier=tier.name)
+            m.set("lmkv_tier_queue_calls", tier.queue()[0], tier=tier.name)
+
+    def holds(self) -> dict[str, int]:
+        """Numbers of everything that is held now; all zero when no client has anything under way."""
+        return {
+            "leases": len(self.holdings.leases),
+            "holds": sum(len(s.holds) for s in self.sessions),
+            "reservations": sum(len(s.reservations) for s in self.sessions),
+            "entries": sum(e.holds for n in self.index.namespaces.values() for e in n.entries.values()),
+            "sessions": len(self.sessions),
+        }
+
+    def health(self) -> tuple[str, dict[str, dict[str, str | int | float]]]:
+        """Overall state and, for each tier, state, detail, used bytes and capacity."""
+        tiers: dict[str, dict[str, str | int | float]] = {}
+        worst = HealthState.OK
+        for tier in self.stack.tiers:
+            health = tier.health()
+            if health.state is not HealthState.OK:
+                worst = HealthState.DEGRADED
+            tiers[tier.name] = {
+                "state": health.state.value,
+                "detail": health.detail,
+                "used_bytes": tier.used,
+                "frames": len(tier.index),
+                "capacity_bytes": tier.capacity or 0,
+            }
+        return worst.value, tiers
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    async def close(self, deadline: float = 5.0) -> None:
+        """Stop. Writes that wait get most of `deadline` (seconds) to finish; returns by then, whatever hangs.
+
+        Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + deadline
+        self._keeper.cancel()
+        for session in list(self.sessions):
+            session.close()
+        while time.monotonic() < end - deadline / 4 and any(t.busy for t in self.stack.tiers):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        self.stack.loads.cancel()
+        left = max(0.0, end - time.monotonic())
+        closing = [asyncio.to_thread(tier.close, left) for tier in self.stack.tiers if not tier.resident]
+        closed = await asyncio.gather(*closing, return_exceptions=True)
+        for tier in self.stack.tiers:
+            if tier.resident:
+                tier.close(0.0)
+        if all(result is True for result in closed):
+            self.pool.close()
+        else:
+            log.warning("closed while a backend still hangs in a call; its memory goes with the process")

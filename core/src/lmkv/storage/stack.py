@@ -1,0 +1,381 @@
+"""The ordered tiers of a node and the pool: makes room, keeps frames where they belong, copies them up and down.
+
+Bytes reach a tier in three ways: a store (`write: through`), ahead of an eviction above it (`write: demote`), by an
+operator's
+move. They come up by a load, which many may wait for and which is done once. All methods run on the storage loop.
+
+Room. The pool holds the resident tier, frames being filled by clients, and staging: what loads need on their way up. A
+store
+may not eat into the staging reserve and never waits: it evicts or is rejected. A load may wait for memory until its
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from lmkv.frame import Trailer, frame_bytes
+from lmkv.storage.driver import DEMOTE, QUEUED, STORE
+from lmkv.storage.loads import Loads
+from lmkv.storage.tier import IDENTITY, PutItem
+from lmkv.types import ChunkKey, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmkv.memory import MemoryObject, Pool
+    from lmkv.observe.metrics import Metrics
+    from lmkv.storage.index import Entry, Index, NamespaceIndex
+    from lmkv.storage.tier import Tier
+
+CLEAN_ABOVE: Final = 0.75
+"""Share of its capacity from which on a tier copies its next victims down, so that evicting them costs nothing."""
+CLEAN_BYTES: Final = 256 << 20
+"""Bytes of such copies under way at once, at most."""
+
+
+class Stack:
+    """Tiers, pool and index as one.
+
+    Args:
+        tiers: fastest first; at most one resident tier, and it is the first.
+        staging: bytes of the pool that stores leave to loads.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], pool: Pool, index: Index, metrics: Metrics, *, staging: int) -> None:
+        self.tiers = tiers
+        self.pool = pool
+        self.index = index
+        self.metrics = metrics
+        self.ram: Tier | None = tiers[0] if tiers and tiers[0].resident else None
+        self.filling_bytes = 0
+        self._staging = staging
+        self._cleaning = 0
+        self._shared = sum(t.bit for t in tiers if t.shared)
+        self._room = asyncio.Event()
+        self.loads = Loads(self)
+        for tier in tiers:
+            tier.on_late_put = self._late_put(tier)
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, owner: str, *, staging: bool = False) -> MemoryObject | None:
+        """Memory for a frame, evicting from the resident tier as needed; None when there is none now. Never waits.
+
+        `staging`: for a load, which may use the reserve.
+        """
+        ram = self.ram
+        if not staging:
+            if ram is not None:
+                self.evict(ram, ram.shortfall(nbytes + self.filling_bytes))
+                if ram.shortfall(nbytes + self.filling_bytes) > 0:
+                    return None
+            used = self.pool.nbytes - self.pool.free_bytes
+            loads = used - self.filling_bytes - (0 if ram is None else ram.used)
+            reserve = max(0, self._staging - loads)
+            if self.pool.free_bytes - nbytes < reserve:
+                if ram is not None:
+                    self.evict(ram, nbytes + reserve - self.pool.free_bytes)
+                if self.pool.free_bytes - nbytes < reserve:
+                    return None
+        obj = self.pool.allocate(nbytes, owner)
+        while obj is None and ram is not None and self.evict(ram, nbytes):
+            obj = self.pool.allocate(nbytes, owner)
+        return obj
+
+    async def staging(self, nbytes: int, deadline: float) -> MemoryObject | None:
+        """Memory for a load; waits for somebody to let go of some until the loop's time `deadline`."""
+        loop = asyncio.get_running_loop()
+        while (obj := self.allocate(nbytes, "load", staging=True)) is None:
+            self._room.clear()
+            left = deadline - loop.time()
+            if left <= 0:
+                return None
+            try:
+                await asyncio.wait_for(self._room.wait(), left)
+            except asyncio.TimeoutError:
+                return None
+        return obj
+
+    def roomier(self) -> None:
+        """Somebody has let go of pool memory: loads that wait try again."""
+        self._room.set()
+
+    def evict(self, tier: Tier, nbytes: int) -> int:
+        """Evict at least `nbytes` from `tier` if that many are free to go; returns the number of frames evicted."""
+        if nbytes <= 0:
+            return 0
+        gone = 0
+        for key in tier.victims(nbytes, self._evictable(tier)):
+            entry = self.index.entry(key)
+            if entry is None:
+                tier.delete([key])
+                gone += 1
+            else:
+                gone += self.leave(entry, tier, MissReason.EVICTED)
+        if gone:
+            self.metrics.inc("lmkv_evictions_total", gone, tier=tier.name)
+        return gone
+
+    def _evictable(self, tier: Tier) -> Callable[[ChunkKey], bool]:
+        now = time.monotonic()
+
+        def free(key: ChunkKey) -> bool:
+            entry = self.index.entry(key)
+            if entry is None:
+                return True
+            if entry.holds or entry.pinned_until > now:
+                return False
+            return not (tier.resident and any(s.writes for s in entry.shards.values()))
+
+        return free
+
+    def leave(self, entry: Entry, tier: Tier, reason: MissReason) -> int:
+        """All shards of `entry` leave `tier`: one without the others is of no use."""
+        gone = [n for n, shard in entry.shards.items() if shard.tiers & tier.bit]
+        tier.delete([entry.key(n) for n in gone])
+        for n in gone:
+            self.lost(entry, n, tier, reason)
+        return len(gone)
+
+    # --- places ------------------------------------------------------------------------------------------------------
+
+    def lost(self, entry: Entry, shard: int, tier: Tier, reason: MissReason) -> None:
+        """The frame no longer lies in `tier` (whose books say so already); a chunk that is nowhere gets out of sight."""
+        part = entry.shards.get(shard)
+        if part is None:
+            return
+        part.tiers &= ~tier.bit
+        self.forget_if_gone(entry, shard, reason)
+
+    def forget_if_gone(self, entry: Entry, shard: int, reason: MissReason) -> None:
+        """A shard that lies nowhere, and that nobody is bringing, leaves the index; without any shard the chunk does.
+
+        What lies in shared stores only is not ours to index: it is forgotten unless a lease holds it.
+        """
+        part = entry.shards.get(shard)
+        if part is None or part.staged is not None or part.filling or part.loading is not None or part.writes:
+            return
+        if part.tiers & ~self._shared or (part.tiers and entry.holds):
+            return
+        del entry.shards[shard]
+        if not entry.shards:
+            entry.namespace.discard(entry, None if part.tiers else reason)
+
+    def trailer(self, entry: Entry, shard: int) -> Trailer:
+        """The trailer of the identity-coded frame."""
+        raw = entry.pages * entry.namespace.page_bytes[shard]
+        return Trailer(
+            key=entry.key(shard),
+            parent=entry.parent,
+            pages=entry.pages,
+            prefixes=entry.prefixes,
+            codec=IDENTITY,
+            payload_bytes=raw,
+            raw_bytes=raw,
+        )
+
+    def in_pool(self, entry: Entry, shard: int) -> MemoryObject | None:
+        """The frame in the pool, retained for the caller under the word ``get``; None when it is not there."""
+        part = entry.shards.get(shard)
+        if part is None:
+            return None
+        if part.staged is not None:
+            part.staged.retain("get")
+            return part.staged
+        if self.ram is not None and part.tiers & self.ram.bit:
+            return self.ram.borrow(entry.key(shard))
+        return None
+
+    def place(self, entry: Entry, shard: int, obj: MemoryObject, *, promote: bool = True) -> None:
+        """A whole frame is in the pool: into the resident tier if it fits, else kept as staged. Takes its own owner."""
+        part = entry.shards[shard]
+        ram = self.ram
+        if promote and ram is not None and not entry.doomed:
+            self.evict(ram, ram.shortfall(obj.nbytes))
+            if ram.shortfall(obj.nbytes) <= 0:
+                ram.adopt(entry.key(shard), obj, entry.parent)
+                part.tiers |= ram.bit
+                self.clean()
+                return
+        if part.staged is None:
+            obj.retain("staged")
+            part.staged = obj
+
+    def settle(self, entry: Entry) -> None:
+        """Nobody may need the staged frames of `entry` any more: let go of those."""
+        if entry.holds:
+            return
+        for number, part in list(entry.shards.items()):
+            if part.staged is not None and not part.writes and not part.filling:
+                part.staged.release("staged")
+                part.staged = None
+            self.forget_if_gone(entry, number, MissReason.EVICTED)
+        if entry.doomed:
+            self._remove(entry)
+        elif entry.leaving:
+            leaving, entry.leaving = entry.leaving, 0
+            for tier in self.tiers:
+                if leaving & tier.bit:
+                    self.leave(entry, tier, MissReason.EVICTED)
+        self.roomier()
+
+    def remove(self, entry: Entry, reason: MissReason | None = None) -> None:
+        """Take a chunk away everywhere: out of sight now, its frames when nobody holds them."""
+        entry.namespace.discard(entry, reason)
+        entry.doomed = True
+        self.settle(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        for tier in self.tiers:
+            tier.delete([entry.key(n) for n, part in entry.shards.items() if part.tiers & tier.bit])
+        for part in entry.shards.values():
+            part.tiers = 0
+
+    async def discover(self, namespace: NamespaceIndex, digests: Sequence[bytes], parent: bytes) -> list[Entry]:
+        """Ask the shared stores, all at once, for whole chunks; enter the leading ones that they have, all shards.
+
+        Returns the entries made or found, for the caller to settle once it has put what it wants under a lease.
+        """
+        shared = [tier for tier in self.tiers if tier.shared]
+        keys = [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
+        answers = await asyncio.gather(*(tier.contains(keys, priority=QUEUED) for tier in shared))
+        found: list[Entry] = []
+        pages = namespace.chunk_pages
+        for i, digest in enumerate(digests):
+            bits = [0] * namespace.shards
+            for tier, answer in zip(shared, answers, strict=True):
+                for shard in range(namespace.shards):
+                    bits[shard] |= tier.bit * answer[i * namespace.shards + shard]
+            known = namespace.entries.get(digest)
+            here = set() if known is None else {s for s, part in known.shards.items() if part.present}
+            if not all(places or shard in here for shard, places in enumerate(bits)):
+                break
+            entry = known or namespace.add(digest, digests[i - 1] if i else parent, pages, ())
+            for shard, places in enumerate(bits):
+                nbytes = frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
+                entry.part(shard, nbytes).tiers |= places
+            found.append(entry)
+        return found
+
+    # --- down --------------------------------------------------------------------------------------------------------
+
+    def store(self, entry: Entry, shard: int, obj: MemoryObject) -> None:
+        """A client has filled a frame: make it visible and start its way into the tiers below."""
+        entry.shards[shard].sealed = False
+        self.place(entry, shard, obj)
+        for tier in self.tiers:
+            if not tier.resident and tier.settings.write == "through":
+                self.write(entry, shard, obj, tier, priority=STORE)
+
+    def write(
+        self, entry: Entry, shard: int, obj: MemoryObject, tier: Tier, *, priority: int, codec: str | None = None,
+        replace: bool = False,
+    ) -> asyncio.Future[bool] | None:
+        """Copy a frame of the pool into `tier`. None when it makes no sense now; the future tells whether it is there.
+
+        `replace`: the tier has the frame and is to get it anew, in another codec.
+        """
+        key = entry.key(shard)
+        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(tier, obj.nbytes):
+            if key not in tier.index:
+                self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name)
+            return None
+        part = entry.shards[shard]
+        part.writes += 1
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def finished(outcomes: asyncio.Future[list[object]]) -> None:
+            part.writes -= 1
+            ok = bool(outcomes.result()[0].ok)  # type: ignore[attr-defined]
+            if ok:
+                part.sealed = True
+                self._arrived(entry, shard, tier)
+            self.settle(entry)
+            self.clean()
+            if not done.done():
+                done.set_result(ok)
+
+        item = PutItem(key, obj, self.trailer(entry, shard), part.sealed)
+        tier.put([item], priority=priority, codec=codec).add_done_callback(finished)  # type: ignore[arg-type]
+        return done
+
+    def _make_room(self, tier: Tier, nbytes: int) -> bool:
+        self.evict(tier, tier.shortfall(nbytes))
+        return tier.shortfall(nbytes) <= 0
+
+    def _arrived(self, entry: Entry, shard: int, tier: Tier) -> None:
+        part = entry.shards.get(shard)
+        if entry.doomed or part is None:
+            if not tier.shared or entry.doomed:
+                tier.delete([entry.key(shard)])
+            return
+        part.tiers |= tier.bit
+
+    def _late_put(self, tier: Tier) -> Callable[[ChunkKey], None]:
+        def late(key: ChunkKey) -> None:
+            entry = self.index.entry(key)
+            if entry is None:
+                if not tier.shared:
+                    tier.delete([key])
+            else:
+                self._arrived(entry, key.shard, tier)
+
+        return late
+
+    def clean(self) -> None:
+        """Copy the next victims of each tier down to a tier of `write: demote`, ahead of their eviction."""
+        for tier, lower in zip(self.tiers, self.tiers[1:], strict=False):
+            if lower.settings.write != "demote" or tier.capacity is None:
+                continue
+            surplus = tier.used - int(CLEAN_ABOVE * tier.capacity)
+            if surplus <= 0 or self._cleaning >= CLEAN_BYTES or lower.writes.open:
+                continue
+            for key in tier.victims(surplus, self._evictable(tier)):
+                entry = self.index.entry(key)
+                if entry is None:
+                    continue
+                part = entry.shards.get(key.shard)
+                if part is None or part.tiers & lower.bit or part.writes or self._cleaning >= CLEAN_BYTES:
+                    continue
+                if not lower.takes(key, part.nbytes):
+                    continue
+                self._cleaning += part.nbytes
+                task = asyncio.ensure_future(self.copy(entry, key.shard, lower, priority=DEMOTE))
+                task.add_done_callback(partial(self._cleaned, part.nbytes))
+
+    def _cleaned(self, nbytes: int, task: asyncio.Future[bool]) -> None:
+        del task
+        self._cleaning -= nbytes
+
+    async def copy(
+        self, entry: Entry, shard: int, target: Tier, *, priority: int, codec: str | None = None, replace: bool = False
+    ) -> bool:
+        """Copy a frame from wherever it is into `target` (a resident target: load it). True when it is there."""
+        entry.holds += 1
+        try:
+            obj = self.in_pool(entry, shard)
+            if obj is None:
+                await self.loads.load_one(entry, shard, priority=priority)
+                obj = self.in_pool(entry, shard)
+            if obj is None or shard not in entry.shards:
+                return False
+            try:
+                if target.resident:
+                    if not entry.shards[shard].tiers & target.bit:
+                        self.place(entry, shard, obj)
+                    return bool(entry.shards[shard].tiers & target.bit)
+                done = self.write(entry, shard, obj, target, priority=priority, codec=codec, replace=replace)
+            finally:
+                obj.release("get")
+            return False if done is None else await done
+        finally:
+            entry.holds -= 1
+            self.settle(entry)
+
+    def frame_size(self, entry: Entry, shard: int) -> int:
+        """Bytes of the identity-coded frame."""
+        return frame_bytes(entry.pages * entry.namespace.page_bytes[shard], len(entry.prefixes))
