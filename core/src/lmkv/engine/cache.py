@@ -12,6 +12,7 @@ from lmkv.engine.lookup import LookupTicket
 from lmkv.engine.transfer import RetrieveItem, StoreItem, StoreResult, Transfer
 from lmkv.errors import ClosedError, ConfigError, LmkvError
 from lmkv.keys import Extras, KeyChain
+from lmkv.layout import canonical_json
 from lmkv.service.link import expect
 from lmkv.service.protocol import (
     Clear,
@@ -56,9 +57,10 @@ NO_EXTRAS: Final = Extras()
 class CacheEngine:
     """Stores, finds and brings back the KV pages of one shard of one namespace.
 
-    Two sets of methods. By key, for connectors: `begin_lookup`, `store_frames`, `retrieve_frames`, `trim`, `release`. By
-    tokens, for libraries: `store`, `retrieve`, `lookup` and the operator's methods. Stores and retrieves are advisory: what the
-    service or a tier does wrong makes them do less, and is no exception. Thread-safe as far as the `GPUConnector` is.
+    Two sets of methods. By key, for connectors: `begin_lookup`, `store_frames`, `retrieve_frames`, `trim`, `release`.
+    By tokens, for libraries: `store`, `retrieve`, `lookup` and the operator's methods. Stores and retrieves are
+    advisory: what the service or a tier does wrong makes them do less, and is no exception. Thread-safe as far as the
+    `GPUConnector` is.
 
     Attributes:
         client: the way to the service; closed by `close`.
@@ -81,7 +83,7 @@ class CacheEngine:
         """
         if not 0 <= shard < namespace.shards:
             raise ConfigError(f"shard {shard} of a namespace with {namespace.shards} shards")
-        if gpu is not None and gpu.layout.describe() != namespace.layouts[shard]:
+        if gpu is not None and canonical_json(gpu.layout.describe()) != canonical_json(namespace.layouts[shard]):
             raise ConfigError(
                 f"the page layout of the GPUConnector is not that of shard {shard} of the namespace: "
                 f"{gpu.layout.describe()} is not {namespace.layouts[shard]}"
@@ -108,7 +110,7 @@ class CacheEngine:
         """Ask how much of the chain's tokens is cached. Returns at once; never raises for what the service does.
 
         Asks for the full chunks and for the whole pages after them; if a full chunk is missing, for the pages of that
-        one. With `hold`, what is found is leased and its loads begin. `chain` must not be extended until there is an answer.
+        one. With `hold`, what is found is leased and its loads begin. The chain may be extended meanwhile.
         """
         connection = None
         error: BaseException | None = None
@@ -122,9 +124,9 @@ class CacheEngine:
         return ticket
 
     def store_frames(self, items: Sequence[StoreItem], *, stream: Any = None) -> list[StoreResult]:
-        """Copy pages into new frames, a batch at a time; one result for each item. Blocks; never raises for the service.
+        """Copy pages into new frames, a batch at a time; one result for each item.
 
-        The pages must not be written to until it returns.
+        Blocks; the pages must not be written to until it returns. Never raises for what the service does.
         """
         return self._transfer.store(items, stream=stream)
 
@@ -139,8 +141,8 @@ class CacheEngine:
     ) -> list[bool]:
         """Copy leased frames into pages, in the order of `items`; True for each that arrived whole and verified.
 
-        The first failure makes that item and all after it False; pages of those may have been written to. Blocks, at most
-        about `timeout` seconds; never raises for the service. Does not end the lease.
+        The first failure makes that item and all after it False; pages of those may have been written to. Blocks, at
+        most about `timeout` seconds. Never raises for what the service does. Does not end the lease.
         """
         return self._transfer.retrieve(lease, items, stream=stream, layers=layers, timeout=timeout)
 
@@ -167,14 +169,14 @@ class CacheEngine:
 
         Args:
             tokens: all tokens from the start of the sequence.
-            page_ids: the engine page of each run of `page_tokens` tokens, from the start; a last, begun page is optional.
+            page_ids: the engine page of each run of `page_tokens` tokens, from the start; a begun last one is optional.
             mask: bool per token, False for a prefix that need not be stored; a whole number of pages. A chunk that the
                 border falls into is stored whole, so that all its pages must be there.
             extras: what else the KV depends on.
 
         Returns:
-            Bool per token: it was to be stored and is in the cache now. Whole pages after the last full chunk are stored too,
-            unless the service is configured with `tail: none`.
+            Bool per token: it was to be stored and is in the cache now. Whole pages after the last full chunk are
+            stored too, unless the service is configured with `tail: none`.
 
         Raises:
             ConfigError: arguments that do not fit together (kind `input`); nothing has been stored then.
@@ -288,7 +290,7 @@ class CacheEngine:
         return self.compress(tokens, tier, "identity", extras)
 
     def clear(self, tier: str | None = None) -> dict[str, int]:
-        """Remove everything of this namespace (from one tier); tier → chunk shards removed. Held ones go when released."""
+        """Remove all of this namespace (from one tier); tier → chunk shards removed. Held ones go when released."""
         return self._ask(Clear(self.namespace.id, tier), Cleared).counts
 
     def health(self) -> HealthReport:

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from lmkv.errors import LmkvError, ProtocolError
+from lmkv.errors import LmkvError
 from lmkv.service.link import expect
 from lmkv.service.protocol import Extend, Found, Lookup, Release
 
@@ -48,6 +48,7 @@ class LookupTicket:
     """
 
     __slots__ = (
+        "_asked",
         "_cancelled",
         "_chain",
         "_connection",
@@ -65,6 +66,7 @@ class LookupTicket:
         self._namespace = namespace
         self._chain = chain
         self._hold = hold
+        self._asked = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._hit: Hit | None = None
@@ -76,6 +78,7 @@ class LookupTicket:
         """Send the question. For `CacheEngine` only."""
         chain, connection = self._chain, self._connection
         digests = chain.digests
+        self._asked = len(digests)
         rest = chain.prefixes(len(digests))
         if connection is None or not (digests or rest):
             self._finish(self._found)
@@ -124,29 +127,27 @@ class LookupTicket:
             follow.add_done_callback(self._extended)
 
     def _follow(self, found: Found) -> Future[Reply] | None:
-        """Ask for the pages of the first chunk that was missing; None when there is none."""
+        """Ask for the pages of the first chunk that was missing; None when none was."""
         chain, connection = self._chain, self._connection
-        if connection is None or found.chunks >= len(chain.digests) or found.pages:
+        if connection is None or found.chunks >= self._asked:
             return None
         prefixes = b"".join(chain.prefixes(found.chunks))
-        if not prefixes:
-            return None
-        if found.chunks == 0 and self._hold:  # there is no lease yet that could be extended
-            return connection.call(Lookup(self._namespace, b"", prefixes))
-        return connection.call(Extend(found.lease, self._namespace, found.chunks, prefixes))
+        return connection.call(Extend(found.lease, self._namespace, found.chunks, prefixes, self._hold))
 
     def _extended(self, future: Future[Reply]) -> None:
+        before = self._found
         try:
             found = expect(future.result(), Found)
-            if found.chunks != self._found.chunks:
-                self._release(found.lease)
-                raise ProtocolError(
-                    f"asked for pages after {self._found.chunks} chunks, got those after {found.chunks}"
-                )
         except (LmkvError, CancelledError) as e:
             self.error = e
-            found = self._found
-        self._finish(found)
+            self._finish(before)
+            return
+        if before.lease and found.lease != before.lease:  # it has ended meanwhile: nothing is promised
+            self._release(found.lease)
+            self._finish(Found(before.lease, 0))
+            return
+        tiers = before.tiers[: before.chunks] + found.tiers[-1:] if found.pages else before.tiers
+        self._finish(Found(found.lease, before.chunks, found.pages, found.frame, tiers))
 
     def _finish(self, found: Found) -> None:
         hit = NOTHING

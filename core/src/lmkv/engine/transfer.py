@@ -62,7 +62,7 @@ class StoreItem:
 
 @dataclass(frozen=True, slots=True)
 class RetrieveItem:
-    """Pages `first … first+len(pages)-1` of frame number `index` of a lease, to be put into the engine pages `pages`."""
+    """Pages `first … first+len(pages)-1` of frame number `index` of a lease, to go to the engine pages `pages`."""
 
     index: int
     """Number of the chunk in the lease; the partial frame is number `Hit.chunks`."""
@@ -93,12 +93,12 @@ class Transfer:
 
     def store(self, items: Sequence[StoreItem], *, stream: Any = None) -> list[StoreResult]:
         """Store frames; one result each. Never raises for what the service or a tier does."""
-        gpu = self.gpu
+        _ = self.gpu
         results = [StoreResult.FAILED] * len(items)
         try:
             with self._client.connection() as link:
                 for batch in self._batches(items, link.pool.nbytes // POOL_SHARE):
-                    self._store_batch(gpu, link, items, batch, results, stream)
+                    self._store_batch(link, items, batch, results, stream=stream)
         except ClosedError as e:
             log.debug("store: %s", e)
         except LmkvError as e:
@@ -125,11 +125,11 @@ class Transfer:
 
     def _store_batch(
         self,
-        gpu: GPUConnector,
         link: Connection,
         items: Sequence[StoreItem],
         batch: list[int],
         results: list[StoreResult],
+        *,
         stream: Any,
     ) -> None:
         request = Reserve(self._namespace, self._shard, tuple([items[i].frame for i in batch]))
@@ -144,8 +144,9 @@ class Transfer:
         settled = False
         try:
             jobs = self._gather_jobs(link, items, batch, reserved)
-            good = self._copy(gpu.gather, jobs, stream)
-            failed = tuple([slot for slot in jobs if slot not in good])
+            good = self._gather(jobs, stream)
+            # Their positions among the frames that got memory.
+            failed = tuple([number for number, slot in enumerate(jobs) if slot not in good])
             if not link.send(Commit(reserved.reservation, failed)):
                 raise ClosedError("the service went while frames were being stored")
             settled = True
@@ -173,25 +174,25 @@ class Transfer:
             jobs[slot] = CopyJob(item.pages, view[offset : offset + length], item.frame.pages)
         return jobs
 
-    def _copy(self, copy: Callable[..., None], jobs: dict[int, CopyJob], stream: Any) -> set[int]:
-        """Run all jobs in one batch; if that fails, one by one, so that a bad one costs only itself."""
+    def _gather(self, jobs: dict[int, CopyJob], stream: Any) -> set[int]:
+        """Copy pages into frames, all in one batch; if that fails, one by one, so that a bad one costs only itself."""
         if not jobs:
             return set()
         try:
-            copy(list(jobs.values()), stream=stream)
+            self.gpu.gather(list(jobs.values()), stream=stream)
         except Exception as e:  # noqa: BLE001  a bad page id, a device error: what it is named in the log
             log.warning("copying %d frames failed: %s", len(jobs), e)
         else:
             return set(jobs)
-        good: set[int] = set()
-        for slot, job in jobs.items():
-            try:
-                copy([job], stream=stream)
-            except Exception as e:  # noqa: BLE001  as above
-                log.debug("copying a frame failed: %s", e)
-            else:
-                good.add(slot)
-        return good
+        return {slot for slot, job in jobs.items() if self._gathered(job, stream)}
+
+    def _gathered(self, job: CopyJob, stream: Any) -> bool:
+        try:
+            self.gpu.gather([job], stream=stream)
+        except Exception as e:  # noqa: BLE001  as above
+            log.debug("copying a frame failed: %s", e)
+            return False
+        return True
 
     # --- retrieve ---
 
@@ -208,7 +209,7 @@ class Transfer:
 
         Never raises for what the service or a tier does. A page of an item that is False holds anything.
         """
-        gpu = self.gpu
+        _ = self.gpu
         arrived = [False] * len(items)
         until = time.monotonic() + timeout
         waiting = deque(_runs(items))
@@ -223,7 +224,7 @@ class Transfer:
                             asked.append((run, link.call(Acquire(lease, self._shard, first, len(run)))))
                         run, future = asked.popleft()
                         loaded = _wait(future, until - time.monotonic(), Loaded, lambda late: _let_go(link, late))
-                        if not self._scatter(gpu, link, items, run, loaded, arrived, stream, layers):
+                        if not self._scatter(link, items, run, loaded, arrived, stream=stream, layers=layers):
                             break
                 finally:
                     for _, future in asked:
@@ -236,12 +237,12 @@ class Transfer:
 
     def _scatter(
         self,
-        gpu: GPUConnector,
         link: Connection,
         items: Sequence[RetrieveItem],
         run: range,
         loaded: Loaded,
         arrived: list[bool],
+        *,
         stream: Any,
         layers: range | None,
     ) -> bool:
@@ -254,17 +255,16 @@ class Transfer:
                     break
                 jobs.append(job)
             if jobs:
-                gpu.scatter(jobs, stream=stream, layers=layers)
+                self.gpu.scatter(jobs, stream=stream, layers=layers)
                 if not link.intact():  # the service may have given the memory to others while we read it
-                    raise ClosedError("the service ended the session during a copy")
-                arrived[run.start : run.start + len(jobs)] = [True] * len(jobs)
-        except LmkvError:
-            raise
+                    log.debug("retrieve: the service ended the session during a copy")
+                    return False
         except Exception as e:  # noqa: BLE001  a bad page id, a device error: a failed load, which the engine recomputes
             log.warning("copying %d frames into pages failed: %s", len(run), e)
             return False
         finally:
             _let_go(link, loaded)
+        arrived[run.start : run.start + len(jobs)] = [True] * len(jobs)
         return len(jobs) == len(run)
 
     def _scatter_job(self, link: Connection, item: RetrieveItem, offset: int, length: int) -> CopyJob | None:

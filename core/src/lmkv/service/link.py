@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lmkv.errors import ClosedError, ProtocolError
 
@@ -22,10 +22,10 @@ R = TypeVar("R")
 
 
 class Connection(ABC):
-    """One session with one incarnation of the service: lease and hold numbers and pool offsets mean something only here.
+    """One session with one incarnation of the service: lease and hold numbers, pool offsets mean something only here.
 
-    A context manager: while a thread is inside, the session is not ended from this side, so that the service cannot give
-    memory that this thread copies to or from to somebody else. Thread-safe.
+    A context manager: while a thread is inside, the session is not ended from this side, so that the service cannot
+    give memory that this thread copies to or from to somebody else. Thread-safe.
 
     Attributes:
         pool: this process's mapping of the pool; usable even after the service has gone.
@@ -88,8 +88,8 @@ class Connection(ABC):
 class StorageClient(ABC):
     """The way to a `StorageManager`. Thread-safe; no method waits for the service (but `close`, briefly).
 
-    While the service cannot be reached every call fails at once with `ClosedError`; the client comes back by itself, makes
-    known again what was registered, and then runs the `on_reconnect` callbacks.
+    While the service cannot be reached every call fails at once with `ClosedError`; the client comes back by itself,
+    registers again what was registered, and then runs the `on_reconnect` callbacks.
     """
 
     @abstractmethod
@@ -129,7 +129,7 @@ class StorageClient(ABC):
         return self.welcome.incarnation
 
     def call(self, request: Request) -> Future[Reply]:
-        """`Connection.call` on the present connection; the future fails with `ClosedError` at once when there is none."""
+        """`Connection.call` on the present connection; without one the future fails with `ClosedError` at once."""
         try:
             return self.connection().call(request)
         except ClosedError as e:
@@ -150,14 +150,14 @@ def failed(error: BaseException) -> Future[Reply]:
     return future
 
 
-def settle(future: Future[Reply], reply: Reply | BaseException) -> None:
+def settle(future: Future[Reply], reply: Message | BaseException) -> None:
     """Give a future its result or error, unless its owner has cancelled it."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(reply, BaseException):
         future.set_exception(reply)
     else:
-        future.set_result(reply)
+        future.set_result(cast("Reply", reply))
 
 
 def expect(reply: Reply, kind: type[R]) -> R:

@@ -162,9 +162,7 @@ def receive_welcome(sock: socket.socket, deadline: float) -> tuple[Reply, int | 
             data, found, _flags, _ = socket.recv_fds(sock, LENGTH.size - len(head), 4, socket.MSG_CMSG_CLOEXEC)
             fds += found
             head += _something(data)
-        (length,) = LENGTH.unpack(head)
-        if length > HELLO_LIMIT << 4:
-            raise ProtocolError(f"a first message that claims {length} bytes: no lmkv service answers on this socket")
+        length = _first_length(head)
         body = b""
         while len(body) < length:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -172,12 +170,19 @@ def receive_welcome(sock: socket.socket, deadline: float) -> tuple[Reply, int | 
         reply = decode_reply(body)[1]
     except OSError as e:  # TimeoutError is one
         _close_all(fds)
-        raise ClosedError(f"the service did not finish the handshake: {e or 'no answer'}") from e
+        raise ClosedError(f"the service did not finish the handshake: {e}") from e
     except BaseException:
         _close_all(fds)
         raise
     _close_all(fds[1:])
     return reply, fds[0] if fds else None
+
+
+def _first_length(head: bytes) -> int:
+    (length,) = LENGTH.unpack(head)
+    if length > HELLO_LIMIT << 4:
+        raise ProtocolError(f"a first message that claims {length} bytes: no lmkv service answers on this socket")
+    return int(length)
 
 
 def _something(data: bytes) -> bytes:
