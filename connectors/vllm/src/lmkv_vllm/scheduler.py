@@ -1,0 +1,379 @@
+"""Scheduler side: looks requests up, decides what is loaded and what is saved. All on vLLM's scheduler thread.
+
+The life of a request here:
+
+    arrived ──► asked ──► admitted (load, or nothing to load) ──► running, saved chunk by chunk ──► finished, tail saved
+                  ▲                                                  │
+                  └─────────────── preempted ◄───────────────────────┘
+
+Whatever a look-up holds is let go by `Question.cancel`, at whichever exit comes first.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from lmkv.engine import CacheEngine, Hit
+from lmkv.errors import ConfigError, LmkvError
+from lmkv.keys import Namespace
+from lmkv.service.protocol import Observe
+from lmkv_vllm.geometry import check_chunk, same_pages
+from lmkv_vllm.guard import INCIDENTS, logger
+from lmkv_vllm.identity import RequestExtras, cacheable
+from lmkv_vllm.lookups import NOTHING, Hasher, Question, tokens_from
+from lmkv_vllm.metadata import Load, Save, StepMetadata
+from lmkv_vllm.requests import Tracked, hits_of, load_items
+from lmkv_vllm.saving import Saves, frames_of, written_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lmkv_vllm.geometry import Geometry
+    from lmkv_vllm.link import Link
+    from lmkv_vllm.metadata import Handshake, WorkerReport
+    from lmkv_vllm.settings import Settings
+
+FIRST_WAIT: Final = 0.0005
+"""Seconds that the first question about a request waits for the answer: saying *later* costs a whole engine step."""
+HELD_AT_ONCE: Final = 64
+"""Requests in the queue that are looked up, and whose hits are held, before their turn comes."""
+HELD_SECONDS: Final = 20.0
+"""A hit that has waited longer for its request's turn is looked up anew, well before its lease ends."""
+CLEAR_SECONDS: Final = 5.0
+
+
+class SchedulerSide:
+    """See the module. Not thread-safe, but `_connect` may run in the link's thread.
+
+    Args:
+        model: name, revision and what else the weights depend on (`identity.model_identity`).
+        workers: reports that make a save finished.
+        loads: this engine reads from the cache.
+        saves: this engine writes to it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        link: Link,
+        geometry: Geometry,
+        model: tuple[str, str, Mapping[str, str]],
+        *,
+        workers: int,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._geometry = geometry
+        self._model = model
+        self._reads = loads
+        self._writes = saves
+        self._handshakes: list[Handshake] = []
+        self._engine: CacheEngine | None = None
+        self._news: str | None = None
+        self._epoch = ""
+        self._tails = False
+        self._extras = RequestExtras()
+        self._hasher = Hasher()
+        self._tracked: dict[str, Tracked] = {}
+        self._loading: dict[str, Tracked] = {}
+        self._held = 0
+        self._finished: list[tuple[Tracked, int, list[int]]] = []
+        self._loads: list[Load] = []
+        self._saves = Saves(workers)
+        self._counts: dict[str, float] = {}
+
+    # --- start and stop ---
+
+    def handshakes(self, by_rank: Mapping[tuple[int, int], Handshake]) -> None:
+        """Every worker's page layout, by (pp rank, tp rank): now the namespace can be built. Raises `ConfigError`."""
+        self._handshakes = [by_rank[rank] for rank in sorted(by_rank)]
+        pages = same_pages([h.layout for h in self._handshakes])
+        if pages != self._geometry.page_tokens:
+            raise ConfigError(f"the workers' blocks have {pages} tokens, the scheduler's {self._geometry.page_tokens}")
+        self._link.when_ready(self._connect)
+
+    def _connect(self) -> None:
+        """The service has been reached for the first time: at the start, or later in the link's thread."""
+        client = self._link.client
+        if client is None or self._engine is not None:
+            return
+        welcome = client.welcome
+        check_chunk(welcome.chunk_tokens, self._geometry.page_tokens)
+        engine = CacheEngine(client, self._namespace(welcome.chunk_tokens))
+        self._tails = welcome.tail == "pages"
+        self._news = engine.namespace.json()
+        self._engine = engine
+        logger.info(
+            "caching in %s, chunks of %d tokens, namespace %s",
+            ", ".join(welcome.tiers), engine.namespace.chunk_tokens, engine.namespace.id.hex(),
+        )  # fmt: skip
+
+    def _namespace(self, chunk_tokens: int) -> Namespace:
+        name, revision, extra = self._model
+        return Namespace(
+            model=name,
+            revision=revision,
+            kv_dtype=str(self._handshakes[0].layout["dtype"]),
+            layouts=tuple(h.layout for h in self._handshakes),
+            page_bytes=tuple(h.page_bytes for h in self._handshakes),
+            chunk_tokens=chunk_tokens,
+            page_tokens=self._geometry.page_tokens,
+            extra={**extra, **({"epoch": self._epoch} if self._epoch else {})},
+        )
+
+    def shutdown(self) -> None:
+        """Let go of everything. Idempotent; waits about a second at most."""
+        engine, self._engine = self._engine, None
+        for tracked in [*self._tracked.values(), *self._loading.values()]:
+            self._let_go(tracked)
+        self._tracked.clear()
+        self._loading.clear()
+        self._hasher.close(1.0)
+        if engine is not None and self._epoch:
+            _clear(engine, 1.0)  # nobody will ever look for these frames again
+
+    # --- look-up ---
+
+    def arrived(self, request: Any) -> None:
+        """A new request: begin to look it up while it waits in the engine's queue."""
+        engine = self._engine
+        if engine is None or not cacheable(request):
+            return
+        readable = self._reads and not request.skip_reading_prefix_cache
+        if not readable and not self._writes:
+            return
+        tracked = Tracked(request, engine.chain(self._extras.of(request)), readable)
+        self._tracked[request.request_id] = tracked
+        if self._held < HELD_AT_ONCE:
+            self._begin(engine, tracked)
+
+    def offered(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed` that can be loaded, or None: ask again. Changes nothing that the engine notices."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not tracked.readable or tracked.admitted == request.num_preemptions:
+            return 0, False
+        page = self._geometry.page_tokens
+        # The last token is always computed; pages are whole, so the page that it lies in is never touched.
+        wanted = (request.num_tokens - 1) // page * page
+        if wanted <= computed:
+            return 0, False
+        hit = self._answer(tracked)
+        if hit is None:
+            return None, False
+        count = max(0, min(hit.tokens, wanted) - computed) // page * page
+        tracked.offer = (computed, count)
+        return count, count > 0
+
+    def _begin(self, engine: CacheEngine, tracked: Tracked) -> Question:
+        question = self._hasher.begin(engine, tracked.chain, tracked.request, lookup=tracked.readable)
+        tracked.question = question
+        self._held += 1
+        return question
+
+    def _answer(self, tracked: Tracked) -> Hit | None:
+        """The hit; None while there is time left to wait for it."""
+        engine, question, now = self._engine, tracked.question, time.monotonic()
+        if engine is None:
+            return NOTHING
+        if question is not None and question.hashed and now - question.begun > HELD_SECONDS:
+            self._let_go(tracked)
+            question = None
+        if question is None:
+            question = self._begin(engine, tracked)
+        first = not question.deadline
+        if first:
+            question.deadline = now + self._settings.lookup_deadline
+        hit = question.answer(FIRST_WAIT if first else 0.0)
+        if hit is not None or now < question.deadline:
+            return hit
+        INCIDENTS.note("look-up", f"no answer within {self._settings.lookup_deadline * 1000:g} ms: counted as a miss")
+        question.cancel()
+        self._held -= 1
+        return NOTHING
+
+    def _let_go(self, tracked: Tracked) -> None:
+        """Give back what the look-up holds, now or when it answers. Idempotent."""
+        question = tracked.question
+        if question is not None:
+            self._held -= question.cancel()
+            if question.hashed:
+                tracked.question = None
+
+    # --- admission ---
+
+    def admitted(self, request: Any, page_ids: list[int], external: int) -> None:
+        """The engine has pages for the request; `external` tokens are to be loaded. Called again after the load."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.admitted == request.num_preemptions:
+            return
+        tracked.admitted = request.num_preemptions
+        if tracked.stale is not None and tracked.admitted > tracked.stale:
+            tracked.stale = None  # it computes everything anew
+        question = tracked.question
+        hit = (question.answer() if question is not None else None) or NOTHING
+        (computed, offered), tracked.offer = tracked.offer, (0, 0)
+        tracked.saved = hit.chunks
+        if tracked.readable and not tracked.counted:
+            tracked.counted = True
+            self._count("lmkv_lookup_tokens_total", max(0, request.num_tokens - computed))
+            tracked.hits = hits_of(hit, computed, external, self._chunk_tokens)
+        if question is None or not hit.lease or not 0 < external <= offered:
+            self._let_go(tracked)
+            return
+        items = load_items(page_ids, computed, external, self._geometry.page_tokens, self._chunk_tokens)
+        self._loads.append(Load(request.request_id, hit.lease, question.incarnation, items))
+        tracked.loading = True
+        self._loading[request.request_id] = tracked
+        if self._engine is not None and self._engine.client.incarnation == question.incarnation:
+            self._engine.trim(hit.lease, items[0].index)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return self._engine.namespace.chunk_tokens if self._engine is not None else self._geometry.page_tokens
+
+    def _count(self, name: str, value: float) -> None:
+        self._counts[name] = self._counts.get(name, 0.0) + value
+
+    # --- steps ---
+
+    def step(self, scheduler_output: Any) -> StepMetadata:
+        """What the workers do in the step that was just scheduled."""
+        loads, self._loads = tuple(self._loads), []
+        news, self._news = self._news, None
+        early = self._early_saves()
+        fence = 0
+        if self._saves.pending:
+            fence = self._saves.fence(written_pages(scheduler_output, loads, self._geometry.page_tokens))
+        saves = self._step_saves(scheduler_output) if self._writes and self._engine is not None else ()
+        if self._counts and self._engine is not None:
+            self._engine.client.send(Observe(self._counts))
+            self._counts = {}
+        return StepMetadata(news, loads, saves, early, fence, idle=not scheduler_output.total_num_scheduled_tokens)
+
+    def _step_saves(self, scheduler_output: Any) -> tuple[Save, ...]:
+        """Chunks that will be complete when this step is done."""
+        saves = []
+        chunk = self._chunk_tokens
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            # Draft tokens and placeholders of the engine are not among the request's tokens yet.
+            computed = min(tracked.request.num_computed_tokens + scheduled, tracked.request.num_tokens)
+            computed = self._storable(tracked, computed, finished=False)
+            if computed // chunk <= tracked.saved or not self._extended(tracked, computed):
+                continue
+            state = scheduler_output.kv_connector_block_state
+            pages = state.get_block_ids(request_id) if state is not None else None
+            if pages and (save := self._save(tracked, computed, pages[0], tail=False)) is not None:
+                saves.append(save)
+        return tuple(saves)
+
+    def _early_saves(self) -> tuple[Save, ...]:
+        """What finished requests have left. Their pages may be others' by now, who have not written yet."""
+        finished, self._finished = self._finished, []
+        saves = []
+        for tracked, computed, pages in finished:
+            if self._extended(tracked, computed):
+                save = self._save(tracked, computed, pages, tail=self._tails)
+                if save is not None:
+                    saves.append(save)
+        return tuple(saves)
+
+    def _save(self, tracked: Tracked, computed: int, page_ids: list[int], *, tail: bool) -> Save | None:
+        first, chunk = tracked.saved, self._chunk_tokens
+        frames = frames_of(tracked.chain, first, computed, tail=tail)
+        tracked.saved = max(first, computed // chunk)
+        begin = first * chunk // self._geometry.page_tokens
+        return self._saves.add(frames, page_ids[begin : begin + sum(frame.pages for frame in frames)])
+
+    def _storable(self, tracked: Tracked, computed: int, *, finished: bool) -> int:
+        """How many of the first `computed` tokens may be stored."""
+        request = tracked.request
+        if tracked.loading or tracked.stale is not None:
+            return 0
+        if not self._settings.save_decode:
+            computed = min(computed, request.num_prompt_tokens)
+        if self._geometry.volatile_tail and not finished and computed > request.num_prompt_tokens:
+            computed -= self._geometry.page_tokens  # a rejected draft may still rewrite the last page
+        return computed
+
+    def _extended(self, tracked: Tracked, computed: int) -> bool:
+        """Bring the chain to `computed` tokens; False while a thread still works on it."""
+        question = tracked.question
+        if question is not None and (not question.hashed or question.answer() is None):
+            return False
+        if (missing := computed - tracked.chain.tokens) > 0:
+            tracked.chain.extend(tokens_from(tracked.request, tracked.chain.tokens)[:missing])
+        return True
+
+    def reported(self, report: WorkerReport | None, received: Iterable[str]) -> None:
+        """What the workers have finished in the last step."""
+        if report is not None:
+            self._saves.report(report.saved)
+            for request_id, index in report.failed.items():
+                tracked = self._loading.get(request_id)
+                if tracked is not None:
+                    tracked.saved = min(tracked.saved, index)
+                    tracked.hits = [hit for hit in tracked.hits if hit[0] < index]
+        for request_id in received:
+            tracked = self._loading.pop(request_id, None)
+            if tracked is not None:
+                tracked.loading = False
+                self._let_go(tracked)
+                for _, tier, tokens in tracked.hits:
+                    self._count(f"lmkv_hit_tokens_total|tier={tier}", tokens)
+
+    def finished(self, request: Any, page_ids: list[int]) -> None:
+        """A request has ended, in whatever way; its pages are free from now on, and still hold what was computed."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        if not tracked.loading:
+            self._let_go(tracked)
+        if not self._writes or tracked.loading or not page_ids or str(request.status) == "FINISHED_ERROR":
+            return
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        computed = self._storable(tracked, min(computed, request.num_tokens), finished=True)
+        computed = min(computed, len(page_ids) * self._geometry.page_tokens)
+        if computed >= self._geometry.page_tokens:
+            self._finished.append((tracked, computed, page_ids))
+
+    # --- reset ---
+
+    def reset(self) -> bool:
+        """The weights may have changed: nothing stored until now may be found any more. False when it was not cleared.
+
+        From here on another namespace is used, so that even a save under way cannot come back as a wrong hit.
+        """
+        for tracked in self._tracked.values():
+            self._let_go(tracked)
+            tracked.offer = (0, 0)
+            if tracked.request.num_computed_tokens or tracked.loading:
+                tracked.stale = tracked.request.num_preemptions
+                tracked.admitted = max(tracked.admitted, tracked.stale)
+        self._finished.clear()
+        engine = self._engine
+        if engine is None:
+            return False
+        self._epoch = uuid.uuid4().hex
+        self._engine = CacheEngine(engine.client, self._namespace(self._chunk_tokens))
+        self._news = self._engine.namespace.json()
+        return _clear(engine, CLEAR_SECONDS)
+
+
+def _clear(engine: CacheEngine, seconds: float) -> bool:
+    """Remove the namespace's frames; False when the service did not say that it has."""
+    from concurrent.futures import TimeoutError as FutureTimeoutError  # noqa: PLC0415  rare path
+
+    from lmkv.service.protocol import Clear, Cleared  # noqa: PLC0415  rare path
+
+    try:
+        return isinstance(engine.client.call(Clear(engine.namespace.id)).result(seconds), Cleared)
+    except (LmkvError, TimeoutError, FutureTimeoutError) as error:
+        INCIDENTS.note("reset", f"the cache was not cleared: {type(error).__name__} {error}")
+        return False
