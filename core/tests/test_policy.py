@@ -112,6 +112,8 @@ def test_same_victims_as_the_plain_model(policy: type, leaf_first: bool, steps: 
     everything = list(real.victims(1 << 30, size, always))
     assert everything == model.victims(1 << 30, size, always)
     assert len(everything) == len(model.used)
+    if leaf_first:
+        assert real._leaves == sum(each not in real._continuations for each in model.used)
 
 
 def chain(policy: EvictionPolicy, *numbers: int, shard: int = 0) -> None:
@@ -168,7 +170,15 @@ def test_endless_touching_and_replacing_keeps_the_heap_small() -> None:
         policy.add(key(number), None)
         policy.touch(key(number))
         policy.remove(key(max(number - 10, 0)))
-    assert len(policy._leaves) <= 2 * len(policy._entries) + 64 + 1
+    assert len(policy._heap) < 100
+
+
+def test_a_long_chain_leaves_no_heap_to_search() -> None:
+    policy = LeafFirstLRU()
+    chain(policy, *range(5000))
+    assert len(policy._heap) < 100
+    assert policy._leaves == 1
+    assert list(policy.victims(1, one, always)) == [key(4999)]
 
 
 def test_the_cores_policies_are_offered_by_its_hook() -> None:

@@ -63,7 +63,8 @@ def seal(view: memoryview, trailer: Trailer) -> None:
     Raises:
         FrameError: `view` has another length, or the trailer does not fit together.
     """
-    _check(trailer)
+    _check_numbers(trailer)
+    _check_digests(trailer)
     nbytes = frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec)
     if len(view) != nbytes:
         raise FrameError(f"frame: {len(view)} bytes of memory for a frame of {nbytes}", kind="size")
@@ -141,34 +142,37 @@ def _read_body(body: bytes) -> Trailer:
     (namespace, digest, parent, shard, pages, payload_bytes, raw_bytes, prefixes, has_parent, codec_bytes, zero) = (
         _BODY.unpack_from(body)
     )
-    if len(body) != _BODY.size + codec_bytes + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
-        raise FrameError(f"frame: trailer of {len(body)} bytes with {prefixes} prefixes")
     first = _BODY.size + codec_bytes
+    if len(body) != first + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
+        raise FrameError(f"frame: trailer of {len(body)} bytes with {prefixes} prefixes")
     trailer = Trailer(
-        key=ChunkKey(namespace, shard, digest),
-        parent=parent if has_parent else b"",
-        pages=pages,
-        prefixes=tuple(body[at : at + DIGEST_BYTES] for at in range(first, len(body), DIGEST_BYTES)),
-        codec=body[_BODY.size : first].decode("latin-1"),
-        payload_bytes=payload_bytes,
-        raw_bytes=raw_bytes,
+        ChunkKey(namespace, shard, digest),
+        parent if has_parent else b"",
+        pages,
+        struct.unpack_from("32s" * prefixes, body, first),
+        body[_BODY.size : first].decode("latin-1"),
+        payload_bytes,
+        raw_bytes,
     )
-    _check(trailer)
+    _check_numbers(trailer)
     return trailer
 
 
-def _check(trailer: Trailer) -> None:
-    key = trailer.key
-    if len(key.namespace) != NAMESPACE_BYTES or len(key.digest) != DIGEST_BYTES or not 0 <= key.shard < _U32:
-        raise FrameError(f"frame: impossible key {key}")
-    if len(trailer.parent) not in (0, DIGEST_BYTES) or any(len(each) != DIGEST_BYTES for each in trailer.prefixes):
-        raise FrameError("frame: a digest has 32 bytes")
+def _check_numbers(trailer: Trailer) -> None:
     if not 1 <= trailer.pages < _U32 or len(trailer.prefixes) not in (0, trailer.pages - 1):
         raise FrameError(f"frame: {len(trailer.prefixes)} page prefixes for {trailer.pages} pages")
     if not trailer.codec.isascii() or not 0 < len(trailer.codec) <= MAX_CODEC_NAME:
         raise FrameError("frame: the codec's name must be 1 to 255 ASCII characters")
     if not 0 <= trailer.payload_bytes < _U63 or not 0 <= trailer.raw_bytes < _U63:
         raise FrameError(f"frame: payload of {trailer.payload_bytes} bytes, {trailer.raw_bytes} decoded")
+
+
+def _check_digests(trailer: Trailer) -> None:
+    key = trailer.key
+    if len(key.namespace) != NAMESPACE_BYTES or len(key.digest) != DIGEST_BYTES or not 0 <= key.shard < _U32:
+        raise FrameError(f"frame: impossible key {key}")
+    if len(trailer.parent) not in (0, DIGEST_BYTES) or any(len(each) != DIGEST_BYTES for each in trailer.prefixes):
+        raise FrameError("frame: a digest has 32 bytes")
 
 
 def _checksum(covered: memoryview) -> bytes:

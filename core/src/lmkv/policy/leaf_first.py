@@ -4,8 +4,9 @@ A look-up finds leading chunks only: a chunk whose predecessor was evicted is de
 entries of which no continuation (an entry of the same namespace and shard whose parent they are) is cached here.
 
 The leaves are in a heap by time of use, lazily: `touch` only stamps the entry, and an entry that comes up with an old
-stamp is put back under its present one. Each entry is in the heap at most once; what is there and is no leaf any more,
-or has gone, is dropped when it comes up, or when such ghosts outnumber the entries.
+stamp is put back under its present one. Each entry is in the heap at most once. What is there and is no leaf any more,
+or has gone, is dropped when it comes up; before such ghosts outnumber the leaves they are all swept out, so that no
+single call has many of them to pass.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ class LeafFirstLRU:
         self._entries: dict[ChunkKey, _Entry] = {}
         self._continuations: dict[ChunkKey, int] = {}
         """Cached continuations of a chunk, whether or not it is cached itself; never 0."""
-        self._leaves: list[tuple[int, _Entry]] = []
+        self._heap: list[tuple[int, _Entry]] = []
+        self._leaves = 0
 
     def add(self, key: ChunkKey, parent: bytes | None) -> None:
         """`key` was stored; it becomes the most recently used. Entries come in any order, continuations first too."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(key, next(self._clock))
+            if key not in self._continuations:
+                self._leaves += 1
+                self._queue(entry)
         else:
             entry.used = next(self._clock)
         before = ChunkKey(key.namespace, key.shard, parent) if parent and parent != key.digest else None
         if before != entry.parent:
-            self._leave(entry)
+            self._part(entry)
             entry.parent = before
-            if before is not None:
-                self._continuations[before] = self._continuations.get(before, 0) + 1
-        if key not in self._continuations:
-            self._queue(entry)
+            self._join(before)
 
     def touch(self, key: ChunkKey) -> None:
         """`key` was used. Unknown keys are ignored."""
@@ -74,7 +76,9 @@ class LeafFirstLRU:
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.alive = False
-            self._leave(entry)
+            if key not in self._continuations:
+                self._leaves -= 1
+            self._part(entry)
 
     def victims(
         self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
@@ -106,34 +110,52 @@ class LeafFirstLRU:
 
     def _next(self, opened: list[tuple[int, _Entry]], seen: list[_Entry]) -> _Entry | None:
         """Take the least recently used of `opened` and the leaves; leaves go to `seen`, to be put back."""
-        leaves = self._leaves
-        while leaves:
-            used, entry = leaves[0]
-            if not entry.alive or entry.key in self._continuations:
-                heappop(leaves)
+        heap = self._heap
+        while heap:
+            used, entry = heap[0]
+            if self._is_ghost(entry):
+                heappop(heap)
                 entry.queued = False
             elif used != entry.used:
-                heapreplace(leaves, (entry.used, entry))
+                heapreplace(heap, (entry.used, entry))
             elif opened and opened[0][0] < used:
                 break
             else:
-                heappop(leaves)
+                heappop(heap)
                 entry.queued = False
                 seen.append(entry)
                 return entry
         return heappop(opened)[1] if opened else None
+
+    def _is_ghost(self, entry: _Entry) -> bool:
+        return not entry.alive or entry.key in self._continuations
 
     def _queue(self, entry: _Entry) -> None:
         """Put a leaf into the heap, unless it is there."""
         if entry.queued:
             return
         entry.queued = True
-        heappush(self._leaves, (entry.used, entry))
-        if len(self._leaves) > 2 * len(self._entries) + _SLACK:
-            self._leaves = [(each.used, each) for _, each in self._leaves if each.alive]
-            heapify(self._leaves)
+        heappush(self._heap, (entry.used, entry))
+        if len(self._heap) > 2 * self._leaves + _SLACK:
+            kept = []
+            for _, each in self._heap:
+                if self._is_ghost(each):
+                    each.queued = False
+                else:
+                    kept.append((each.used, each))
+            heapify(kept)
+            self._heap = kept
 
-    def _leave(self, entry: _Entry) -> None:
+    def _join(self, before: ChunkKey | None) -> None:
+        """`before` has one more continuation, and is no leaf."""
+        if before is None:
+            return
+        continuations = self._continuations.get(before, 0)
+        self._continuations[before] = continuations + 1
+        if not continuations and before in self._entries:
+            self._leaves -= 1
+
+    def _part(self, entry: _Entry) -> None:
         """`entry` is no continuation of its parent any more; the parent may be a leaf now."""
         before = entry.parent
         if before is None:
@@ -145,4 +167,5 @@ class LeafFirstLRU:
         del self._continuations[before]
         parent = self._entries.get(before)
         if parent is not None:
+            self._leaves += 1
             self._queue(parent)
