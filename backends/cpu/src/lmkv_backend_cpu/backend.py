@@ -71,7 +71,7 @@ class CpuBackend(ResidentBackend):
     def health(self) -> Health:
         """Always well until closed."""
         if self._closed:
-            return Health(HealthState.DOWN, f"tier {self._tier}: closed")
+            return Health(HealthState.DOWN, "closed")
         return Health(HealthState.OK)
 
     def close(self) -> None:
@@ -81,4 +81,4 @@ class CpuBackend(ResidentBackend):
 
     def _check_open(self, operation: str) -> None:
         if self._closed:
-            raise ClosedError(f"tier {self._tier}: {operation} after close")
+            raise ClosedError(f"{operation} after close")

@@ -1,1 +1,1 @@
-"""A local file system as an lmkv tier."""
+"""A local file system as an lmkv tier: one file per frame, published by rename, found again after a restart."""

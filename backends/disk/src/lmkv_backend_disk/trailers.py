@@ -1,0 +1,127 @@
+"""The ends of all frames in one file, so that a start-up scan need not open every frame.
+
+Append-only, and nothing depends on it: a record counts only if the frame's file has the very size and inode that it
+names, one that a crash cut short is skipped by its checksum, and what is not found here is read from the frame. It can
+be deleted at any time. Two generations bound its size: a full one becomes the old one, and what that held is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from lmkv.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TAIL: Final = 4096
+"""Bytes of a frame's end that are kept."""
+GENERATION_BYTES: Final = 256 << 20
+
+_MAGIC: Final = b"lmkvtail"
+_HEAD: Final = struct.Struct("<8sI")  # magic, CRC-32 of body and tail
+_BODY: Final = struct.Struct("<16sI32sQQH")  # namespace, shard, digest, file's bytes and inode, bytes of tail
+
+
+class Identity(NamedTuple):
+    """What tells one version of a frame's file from another. A touch leaves it as it is."""
+
+    key: ChunkKey
+    nbytes: int
+    inode: int
+
+
+class Tail(NamedTuple):
+    """The end of one frame."""
+
+    identity: Identity
+    data: bytes
+    """At most the last 4 KiB; leading zeros are not stored."""
+
+
+class TrailerLog:
+    """The files `trailers` and `trailers.old` of a tier's directory. Thread-safe; does what it can."""
+
+    def __init__(self, root: str, limit: int = GENERATION_BYTES) -> None:
+        self._path = f"{root}/trailers"
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._size = 0
+
+    def append(self, tails: Iterable[Tail]) -> None:
+        """Remember the ends of frames just published. A failure costs time at the next start, nothing else."""
+        data = b"".join(_record(tail) for tail in tails)
+        if not data:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                self._size = os.fstat(self._fd).st_size
+            if self._size + len(data) > self._limit:
+                self._reopen()
+                os.replace(self._path, f"{self._path}.old")
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                self._size = 0
+            self._size += os.write(self._fd, data)
+
+    def read(self) -> dict[Identity, bytes]:
+        """Every intact record; the later one of two with the same identity wins."""
+        found: dict[Identity, bytes] = {}
+        for path in (f"{self._path}.old", self._path):
+            try:
+                with open(path, "rb") as file:
+                    _parse(file.read(), found)
+            except OSError:
+                continue
+        return found
+
+    def rewrite(self, tails: Iterable[Tail]) -> None:
+        """Replace both files by these records: drops what has gone."""
+        temp = f"{self._path}.part"
+        with self._lock, contextlib.suppress(OSError):
+            with open(temp, "wb") as file:
+                file.writelines(_record(tail) for tail in tails)
+            self._reopen()
+            os.replace(temp, self._path)
+            os.unlink(f"{self._path}.old")
+
+    def reopen(self) -> None:
+        """The directory was replaced by another one: begin anew in that."""
+        with self._lock:
+            self._reopen()
+
+    close = reopen
+
+    def _reopen(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _record(tail: Tail) -> bytes:
+    key, nbytes, inode = tail.identity
+    data = tail.data[-TAIL:].lstrip(b"\0")
+    body = _BODY.pack(key.namespace, key.shard, key.digest, nbytes, inode, len(data)) + data
+    return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
+
+
+def _parse(data: bytes, into: dict[Identity, bytes]) -> None:
+    view = memoryview(data)
+    at = data.find(_MAGIC)
+    while 0 <= at <= len(data) - _HEAD.size - _BODY.size:
+        start = at + _HEAD.size
+        namespace, shard, digest, nbytes, inode, length = _BODY.unpack_from(data, start)
+        begin = start + _BODY.size
+        end = begin + length
+        if _HEAD.unpack_from(data, at) == (_MAGIC, zlib.crc32(view[start:end])) and end <= len(data):
+            key = ChunkKey(namespace, shard, digest)
+            into[Identity(key, nbytes, inode)] = bytes(view[begin:end]).rjust(min(TAIL, nbytes), b"\0")
+            at = data.find(_MAGIC, end) if data[end : end + len(_MAGIC)] != _MAGIC else end
+        else:  # cut short by a crash: the next record begins somewhere behind
+            at = data.find(_MAGIC, at + 1)
