@@ -66,7 +66,8 @@ def tiny_model(dtype: str = "float32") -> Path:
     """The folder of the random Llama: 4 layers, 4 query heads and 2 KV heads of 64, one token per byte of text.
 
     Args:
-        dtype: `float32`, where greedy answers are stable however the prompt is split into steps, or `bfloat16`.
+        dtype: `float32`, where greedy answers are stable however the prompt is split into steps (serve it with
+            `--dtype float32` too, vLLM's `auto` makes bfloat16 of it), or `bfloat16`.
     """
     return _made(f"tiny-llama-{dtype}-1", lambda folder: _write_tiny(folder, dtype))
 
