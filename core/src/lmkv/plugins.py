@@ -181,7 +181,7 @@ class PluginHost:
             self._report("import", text, origin, error=error)
             return
         self._check_hooks(plugin, origin)
-        if plugin in self._manager.get_plugins():
+        if any(plugin is known for _, known in self._manager.list_name_plugin()):
             # Two entry points for one module: whatever it offers is claimed twice, which `_settle` reports.
             self._collect(plugin, origin)
             return

@@ -123,6 +123,12 @@ def shown(value: object, annotation: object = None) -> str:
     return str(value)
 
 
+def kind_of(annotation: object) -> str:
+    """What a field takes, in a word for people; empty when it is none of the types of this module."""
+    words = {parse_size: "size", parse_amount: "size or percentage", parse_seconds: "time", parse_interval: "time"}
+    return next((word for parser, word in words.items() if parser in _parsers(annotation)), "")
+
+
 def _parsers(annotation: object) -> set[object]:
     """The parsers of this module among an annotation's validators, also inside ``X | None``."""
     if isinstance(annotation, PlainValidator):

@@ -20,6 +20,8 @@ _SOCKET_PATH_MAX: Final = 107
 
 def cross_check(config: Config, host: PluginHost, unknown: frozenset[Path]) -> Iterator[tuple[Path, str]]:
     """Faults in `config` by path. Settings in `unknown` are faulty already: nothing is concluded from them."""
+    if not config.tiers:
+        yield ("tiers",), "needs at least one tier, such as {backend: cpu, capacity: 100%}"
     names: dict[str, int] = {}
     for number, tier in enumerate(config.tiers):
         path: Path = ("tiers", number)

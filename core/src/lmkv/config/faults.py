@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 
 Path = tuple[str | int, ...]
 """Place of a setting: ``("tiers", 1, "options", "path")``."""
+
+
+_MAPPING: Final = "needs a mapping of keys and values, got {}"
+_LIST: Final = "needs a list, got {}"
+_PLAIN: Final = {
+    "missing": "is required",
+    "model_type": _MAPPING,
+    "dict_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "list_type": _LIST,
+    "tuple_type": _LIST,
+}
 
 
 class Fault(NamedTuple):
@@ -82,17 +94,15 @@ def explain(error: ErrorDetails, model: type[BaseModel], *, show_input: bool) ->
     kind, got = error["type"], error.get("input")
     if kind == "extra_forbidden":
         return _unknown_key(error, model)
-    if kind == "missing":
-        return "is required"
     if kind == "literal_error":
         return _not_a_choice(str(got), str(error.get("ctx", {}).get("expected", "")), show=show_input)
-    if kind in {"model_type", "dict_type", "model_attributes_type", "dataclass_type"}:
-        return f"needs a mapping of keys and values, got {_kind(got)}"
-    if kind in {"list_type", "tuple_type"}:
-        return f"needs a list, got {_kind(got)}"
+    if kind in _PLAIN:
+        return _PLAIN[kind].format(_kind(got))
+    if kind == "string_pattern_mismatch" and show_input:
+        return f"{got!r} is not made of lower-case letters, digits and single dashes"
     cause = error.get("ctx", {}).get("error")
     text = str(cause) if cause is not None else error["msg"].replace("Input should", "should")
-    shown = show_input and cause is None and isinstance(got, (str, int, float)) and kind != "string_pattern_mismatch"
+    shown = show_input and cause is None and isinstance(got, (str, int, float))
     return f"{text}, got {got!r}" if shown else text
 
 

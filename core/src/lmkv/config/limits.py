@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from textwrap import indent
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lmkv.config.faults import Fault, at, in_order, printed
@@ -90,7 +91,7 @@ def refusal(origin: str, faults: list[Fault]) -> ConfigError:
     lines = tuple(str(fault) for fault in in_order(faults))
     count = "1 fault" if len(lines) == 1 else f"{len(lines)} faults"
     what = f"{count} in {origin or 'the configuration'}:"
-    return ConfigError("\n".join((what, *(f"  {line}" for line in lines))), faults=lines)
+    return ConfigError("\n".join((what, *(indent(line, "  ") for line in lines))), faults=lines)
 
 
 def compute(
@@ -120,15 +121,15 @@ class _Sums:
         for number, tier in enumerate(self.config.tiers):
             if not self._known("tiers", number, "backend"):
                 continue
-            capabilities = self._capabilities(number, tier)
-            if capabilities is None or not self._known("tiers", number, "capacity"):
+            loaded, capabilities = self._capabilities(number, tier)
+            if not loaded or not self._known("tiers", number, "capacity"):
                 continue
             capacity = self._capacity(number, tier, capabilities, usable)
             capacities[number] = capacity
             if capacity is None:
                 continue
             self.lines.append(f"{tier.name}: capacity {format_size(capacity)}")
-            if capabilities.resident:
+            if capabilities is not None and capabilities.resident:
                 resident.append(number)
             else:
                 self._ask_options(number, tier, capacity, volumes)
@@ -158,32 +159,34 @@ class _Sums:
             )
         return total, staging
 
-    def _capabilities(self, number: int, tier: TierConfig) -> Capabilities | None:
+    def _capabilities(self, number: int, tier: TierConfig) -> tuple[bool, Capabilities | None]:
+        """Whether the backend can be loaded, and what it claims; None where only an instance would tell."""
         try:
             factory = self.host.load_backend(tier.backend)
         except LmkvError as error:
             self._fault(("tiers", number, "backend"), str(error))
-            return None
+            return False, None
         found = getattr(factory, "capabilities", None)
-        return found if isinstance(found, Capabilities) else Capabilities()
+        return True, found if isinstance(found, Capabilities) else None
 
-    def _capacity(self, number: int, tier: TierConfig, capabilities: Capabilities, usable: int) -> int | None:
+    def _capacity(self, number: int, tier: TierConfig, claims: Capabilities | None, usable: int) -> int | None:
         path: Path = ("tiers", number, "capacity")
-        if capabilities.shared:
+        resident = claims is not None and claims.resident
+        if claims is not None and claims.shared:
             for key, given in (("capacity", tier.capacity is not None), ("evict", _evict_given(tier))):
                 if given:
                     text = f"has no effect: the store behind {tier.backend!r} is shared and limits itself"
                     self._fault((*path[:-1], key), text)
             return None
         if tier.capacity is None:
-            example = "100% (of the pool) or 8GiB" if capabilities.resident else "100GiB"
-            self._fault(
-                path, f"is required: {tier.backend!r} is this node's own, so write its limit, such as {example}"
-            )
+            if claims is not None:
+                example = "100% (of the pool) or 8GiB" if resident else "100GiB"
+                text = f"is required: {tier.backend!r} is this node's own, so write its limit, such as {example}"
+                self._fault(path, text)
             return None
         if not isinstance(tier.capacity, Share):
             return tier.capacity
-        if capabilities.resident:
+        if resident:
             return tier.capacity.of(usable)
         self._fault(path, "a percentage is of the pool, and this tier is not in the pool: write a size such as 100GiB")
         return None

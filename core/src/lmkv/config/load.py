@@ -112,6 +112,7 @@ class _Check:
         self.host = host
         self.machine = machine
         self.faults = list(document.faults)
+        self.unread = {fault.path for fault in document.faults if fault.path}
         self.dropped: set[Path] = set()
         self.data = copy.deepcopy(document.data)
 
@@ -130,7 +131,10 @@ class _Check:
         if self.faults:
             raise refusal(self.document.name, self.faults)
         assert config is not None
-        config._text = json.dumps(self.document.data, default=_plain)  # noqa: SLF001
+        # Default tiers stay out, so that whoever reads the text knows that nobody chose them.
+        chosen = any(path[0] == "tiers" for path in self.document.places)
+        data = {key: value for key, value in self.document.data.items() if chosen or key != "tiers"}
+        config._text = json.dumps(data, default=_plain)  # noqa: SLF001
         return config
 
     def _model(self) -> Config | None:
@@ -138,7 +142,7 @@ class _Check:
         for _ in range(5):
             try:
                 return Config.model_validate(self.data)
-            except ValidationError as error:  # noqa: PERF203  five rounds at most
+            except ValidationError as error:
                 for detail in error.errors(include_url=False):
                     path = detail["loc"]
                     if path not in self.dropped:
@@ -184,14 +188,16 @@ class _Check:
             here = here[part]
         last = path[-1] if path else None
         if isinstance(here, dict) and last == "backend":
-            here["backend"] = "?"
+            here["backend"] = "unknown"
         elif isinstance(here, dict):
             here.pop(last, None)
         elif isinstance(here, list) and isinstance(last, int):
-            here[last] = {"name": f"tier-{last}", "backend": "?"}
+            here[last] = {"name": f"tier-{last}", "backend": "unknown"}
             self.dropped.add((*path, "backend"))
 
     def _fault(self, path: Path, message: str) -> None:
+        if printed(path) in self.unread:  # the text itself is at fault, what stands in for it is not
+            return
         where = at(self.document.places, path, self.document.name)
         self.faults.append(Fault(where, printed(path), message))
 

@@ -171,9 +171,7 @@ class Config(Model):
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="Host memory.")
     leases: LeaseConfig = Field(default_factory=LeaseConfig, description="Promises to engines.")
-    tiers: tuple[TierConfig, ...] = Field(
-        default_factory=_default_tiers, min_length=1, description="The stack, fastest tier first."
-    )
+    tiers: tuple[TierConfig, ...] = Field(default_factory=_default_tiers, description="The stack, fastest tier first.")
     service: ServiceConfig = Field(default_factory=ServiceConfig, description="The node service.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The Prometheus page.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="The service's log.")

@@ -43,6 +43,7 @@ def json_schema(host: PluginHost) -> dict[str, Any]:
     ]
     root = definitions.pop(_name(refs[Config, "validation"]))
     root["properties"]["tiers"].pop("default", None)
+    root["properties"]["tiers"]["minItems"] = 1
     return {"$schema": _DRAFT, **root, "title": "lmkv", "$defs": definitions}
 
 

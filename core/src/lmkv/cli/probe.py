@@ -1,0 +1,157 @@
+"""One frame through one tier's backend: put, get, compare, delete. A backend that hangs is left in a daemon thread."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from lmkv.errors import BackendError, FrameError, LmkvError
+from lmkv.frame import Trailer, frame_bytes, seal, verify
+from lmkv.memory import Pool
+from lmkv.specs import BackendContext
+from lmkv.types import ChunkKey
+from lmkv.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmkv.backend import StorageBackendInterface
+    from lmkv.config import TierConfig
+    from lmkv.memory import MemoryObject
+    from lmkv.plugins import PluginHost
+    from lmkv.types import Outcome
+
+_T = TypeVar("_T")
+PAYLOAD: Final = 1 << 20
+START_SECONDS: Final = 10.0
+"""To import a client library and to connect takes longer than a batch may."""
+NAMESPACE: Final = hashlib.sha256(b"lmkv check").digest()[:16]
+
+
+@dataclass
+class Result:
+    """What became of one tier."""
+
+    tier: str
+    backend: str
+    problem: str = ""
+    trace: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    step: str = "start"
+    """What is going on."""
+
+    @property
+    def ok(self) -> bool:
+        """The frame came back as it was, in time."""
+        return not self.problem
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """For the table."""
+        times = "  ".join(f"{step} {seconds * 1000:.1f} ms" for step, seconds in self.seconds.items())
+        detail = self.problem or f"{format_size(PAYLOAD)}: {times}"
+        return self.tier, self.backend, "ok" if self.ok else "FAILED", detail
+
+
+def probe(tier: TierConfig, capacity: int | None, ranks: int, host: PluginHost) -> Result:
+    """Start the tier's backend and move one frame through it, within the tier's deadline."""
+    result = Result(tier.name, tier.backend)
+    started, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        try:
+            _work(tier, BackendContext(tier=tier.name, capacity=capacity, ranks=ranks), host, result, started)
+        except (LmkvError, OSError) as error:
+            result.problem = f"{result.step}: {_one_line(error)}"
+        except BaseException as error:  # noqa: BLE001  a stranger's backend may raise anything
+            result.problem = f"{result.step}: {type(error).__name__}: {_one_line(error)}"
+            result.trace = traceback.format_exc()
+        finally:
+            started.set()
+            ended.set()
+
+    threading.Thread(target=work, name=f"lmkv-check-{tier.name}", daemon=True).start()
+    limit = max(START_SECONDS, tier.deadline)
+    if not started.wait(limit):
+        return _stuck(result, f"no answer within {limit:g} s")
+    if not ended.wait(tier.deadline):
+        return _stuck(result, f"no answer within the deadline of {tier.deadline:g} s")
+    return result
+
+
+def _stuck(result: Result, what: str) -> Result:
+    return Result(result.tier, result.backend, f"{result.step}: {what}")
+
+
+def _work(
+    tier: TierConfig, context: BackendContext, host: PluginHost, result: Result, started: threading.Event
+) -> None:
+    backend = _timed(result, "start", lambda: host.load_backend(tier.backend)(tier.options, context))
+    key = ChunkKey(NAMESPACE, 0, os.urandom(32))
+    trailer = Trailer(key, b"", 1, (), "identity", PAYLOAD, PAYLOAD)
+    nbytes = frame_bytes(PAYLOAD, 0)
+    pool = Pool.create(4 * nbytes, hugepages="off", prefault=False)
+    try:
+        if backend.capabilities.registered_memory:
+            backend.attach(pool)
+        sent, got = _allocate(pool, nbytes), _allocate(pool, nbytes)
+        sent.view[:PAYLOAD] = os.urandom(PAYLOAD)
+        seal(sent.view, trailer)
+        if backend.capabilities.resident:
+            sent.retain("ram")  # `adopt` takes over one count
+        started.set()
+        _round_trip(backend, key, sent, got, result)
+    finally:
+        result.step = "close" if result.step == "delete" else result.step
+        backend.close()
+        pool.close()
+
+
+def _round_trip(
+    backend: StorageBackendInterface, key: ChunkKey, sent: MemoryObject, got: MemoryObject, result: Result
+) -> None:
+    try:
+        _expect(_timed(result, "put", lambda: backend.put([key], [sent])), "put")
+        _expect(_timed(result, "get", lambda: backend.get([key], [got])), "get")
+        result.step = "compare"
+        verify(got.view, key)
+        if got.view != sent.view:
+            raise FrameError("what came back is not what was written")
+        _timed(result, "delete", lambda: backend.delete([key]))
+        if list(backend.get([key], [got]))[0].ok:  # noqa: RUF015  an empty answer should raise
+            raise BackendError("the frame is still there after delete")
+    finally:
+        sent.release("check")
+        got.release("check")
+
+
+def _allocate(pool: Pool, nbytes: int) -> MemoryObject:
+    found = pool.allocate(nbytes, "check")
+    assert found is not None, "a fresh pool of four frames has room for two"
+    return found
+
+
+def _expect(outcomes: Sequence[Outcome], step: str) -> None:
+    outcome = outcomes[0]
+    if not outcome.ok:
+        reason = f": {_one_line(outcome.error)}" if outcome.error is not None else ""
+        raise BackendError(
+            f"{outcome.kind.value}{reason}" if step == "put" else f"{outcome.kind.value} after put{reason}"
+        )
+
+
+def _timed(result: Result, step: str, call: Callable[[], _T]) -> _T:
+    result.step = step
+    start = time.perf_counter()
+    value = call()
+    result.seconds[step] = time.perf_counter() - start
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
