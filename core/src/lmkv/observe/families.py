@@ -46,6 +46,12 @@ FAMILIES: Final = (
         "Frames not copied into the tier: no room, or too large.",
         ("tier",),
     ),
+    Family(
+        "lmkv_demotions_missed_total",
+        "counter",
+        "Frames evicted before their copy to the tier below was made.",
+        ("tier",),
+    ),
     Family("lmkv_corrupt_frames_total", "counter", "Frames that did not verify and were set aside.", ("tier",)),
     Family("lmkv_leases_expired_total", "counter", "Leases that ended because nobody released them in time."),
     Family("lmkv_tier_open", "gauge", "1 while the tier's breaker is open.", ("tier",)),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lmkv.storage.index import Entry, Index, NamespaceIndex
     from lmkv.storage.tier import Tier
 
-CLEAN_ABOVE: Final = 0.75
+CLEAN_ABOVE: Final = 0.5
 """Share of its capacity from which on a tier copies its next victims down, so that evicting them costs nothing."""
 CLEAN_BYTES: Final = 256 << 20
 """Bytes of such copies under way at once, at most."""
@@ -120,7 +120,8 @@ class Stack:
             self.metrics.inc("lmkv_evictions_total", gone, tier=tier.name)
         return gone
 
-    def _evictable(self, tier: Tier) -> Callable[[ChunkKey], bool]:
+    def _evictable(self, tier: Tier, *, written: bool = False) -> Callable[[ChunkKey], bool]:
+        """Which keys may leave `tier`; `written`: also frames of the pool that a copy downwards reads just now."""
         now = time.monotonic()
 
         def free(key: ChunkKey) -> bool:
@@ -129,13 +130,18 @@ class Stack:
                 return True
             if entry.holds or entry.pinned_until > now:
                 return False
-            return not (tier.resident and any(s.writes for s in entry.shards.values()))
+            return written or not (tier.resident and any(s.writes for s in entry.shards.values()))
 
         return free
 
     def leave(self, entry: Entry, tier: Tier, reason: MissReason) -> int:
         """All shards of `entry` leave `tier`: one without the others is of no use."""
         gone = [n for n, shard in entry.shards.items() if shard.tiers & tier.bit]
+        below = self.tiers[tier.number + 1 : tier.number + 2]
+        if reason is MissReason.EVICTED and below and below[0].settings.write == "demote" and not entry.leaving:
+            missed = sum(1 for n in gone if not entry.shards[n].tiers & ~tier.bit)
+            if missed:  # evicted before `clean` came to it
+                self.metrics.inc("lmkv_demotions_missed_total", missed, tier=tier.name)
         tier.delete([entry.key(n) for n in gone])
         for n in gone:
             self.lost(entry, n, tier, reason)
@@ -144,7 +150,7 @@ class Stack:
     # --- places ------------------------------------------------------------------------------------------------------
 
     def lost(self, entry: Entry, shard: int, tier: Tier, reason: MissReason) -> None:
-        """The frame no longer lies in `tier` (whose books say so already); a chunk that is nowhere gets out of sight."""
+        """The frame no longer lies in `tier` (whose books say so already); a chunk that is nowhere leaves sight."""
         part = entry.shards.get(shard)
         if part is None:
             return
@@ -334,7 +340,7 @@ class Stack:
             surplus = tier.used - int(CLEAN_ABOVE * tier.capacity)
             if surplus <= 0 or self._cleaning >= CLEAN_BYTES or lower.writes.open:
                 continue
-            for key in tier.victims(surplus, self._evictable(tier)):
+            for key in tier.victims(surplus, self._evictable(tier, written=True)):
                 entry = self.index.entry(key)
                 if entry is None:
                     continue
@@ -343,9 +349,19 @@ class Stack:
                     continue
                 if not lower.takes(key, part.nbytes):
                     continue
-                self._cleaning += part.nbytes
-                task = asyncio.ensure_future(self.copy(entry, key.shard, lower, priority=DEMOTE))
-                task.add_done_callback(partial(self._cleaned, part.nbytes))
+                copied = self._copy_down(entry, key.shard, lower)
+                if copied is not None:
+                    self._cleaning += part.nbytes
+                    copied.add_done_callback(partial(self._cleaned, part.nbytes))
+
+    def _copy_down(self, entry: Entry, shard: int, lower: Tier) -> asyncio.Future[bool] | None:
+        obj = self.in_pool(entry, shard)
+        if obj is None:
+            return asyncio.ensure_future(self.copy(entry, shard, lower, priority=DEMOTE))
+        try:
+            return self.write(entry, shard, obj, lower, priority=DEMOTE)
+        finally:
+            obj.release("get")
 
     def _cleaned(self, nbytes: int, task: asyncio.Future[bool]) -> None:
         del task
