@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping  # noqa: TC003  msgspec reads the annotations of Namespace
@@ -41,7 +42,6 @@ _TAG_MEDIA: Final = 16
 _MEDIA_END: Final = b"M"
 _NAMESPACE_FORMAT: Final = 1
 _LE_U32: Final = np.dtype("<u4")
-_BLOCK_TOKENS: Final = 8192
 # A copy of a ready context costs less than a new one: OpenSSL 3 looks the algorithm up anew for each constructor call.
 _SHA256: Final = hashlib.sha256()
 
@@ -96,7 +96,6 @@ class KeyChain:
 
     Attributes:
         digests: digest of every full chunk so far, 32 bytes each. Read only.
-        tokens: tokens given so far. Read only.
     """
 
     __slots__ = (
@@ -108,7 +107,6 @@ class KeyChain:
         "chunk_tokens",
         "digests",
         "page_tokens",
-        "tokens",
     )
 
     def __init__(self, chunk_tokens: int, page_tokens: int, extras: Extras | None = None) -> None:
@@ -119,11 +117,15 @@ class KeyChain:
         self.digests: list[bytes] = []
         self._root = extras.root()
         self._media = _Media(extras.media)
-        self.tokens = 0
         # As one void element each, numpy cuts the buffer into bytes objects of chunks or pages in one call.
         self._chunk_type = _void(chunk_tokens * TOKEN_BYTES)
         self._page_type = _void(page_tokens * TOKEN_BYTES)
-        self._buffer = np.empty(0, _LE_U32)
+        self._buffer = bytearray()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens given so far."""
+        return len(self._buffer) // TOKEN_BYTES
 
     def extend(self, tokens: Tokens) -> None:
         """Append tokens; costs only them. On an error the chain is as before.
@@ -132,19 +134,22 @@ class KeyChain:
             ConfigError: (kind ``token``) not a flat run of integers, or one below 0 or from 2**32 on.
         """
         row = _row(tokens)
-        start, end = self.tokens, self.tokens + row.size
-        if end > self._buffer.size:
-            grown = np.empty(end + (end >> 2), _LE_U32)
-            grown[:start] = self._buffer[:start]
-            self._buffer = grown
-        # The range was checked, so that this cast is exact; it needs no second array.
-        np.copyto(self._buffer[start:end], row, casting="unsafe")
-        self.tokens = end
-        done, full = len(self.digests), end // self.chunk_tokens
-        # In blocks: memory that stays in the cache and needs no new pages is what the speed of this loop depends on.
-        block = max(1, _BLOCK_TOKENS // self.chunk_tokens)
-        for first in range(done, full, block):
-            self._append(self._cut(self._chunk_type, first * self.chunk_tokens, min(block, full - first)))
+        if isinstance(row, array):
+            self._buffer += row
+        elif row.dtype == _LE_U32:
+            self._buffer += np.ascontiguousarray(row).data
+        elif row.size:
+            # Cast straight into place: a second array of a long prompt costs more (new pages) than the cast itself.
+            start, nbytes = len(self._buffer), row.size * TOKEN_BYTES
+            if start:
+                self._buffer += bytes(nbytes)
+            else:
+                self._buffer = bytearray(nbytes)
+            np.frombuffer(self._buffer, _LE_U32, row.size, start)[:] = row
+        done = len(self.digests)
+        full = self.tokens // self.chunk_tokens - done
+        if full:
+            self._append(self._cut(self._chunk_type, done * self.chunk_tokens, full))
 
     def _cut(self, kind: np.dtype[np.void], first: int, count: int) -> list[bytes]:
         """`count` chunks or pages from token `first` on, as bytes."""
@@ -323,15 +328,18 @@ class Namespace:
         return namespace
 
 
-def _row(tokens: Tokens) -> NDArray[np.integer]:
-    """`tokens` as an array of integers that are all from 0 to 2**32 - 1; may share memory with them."""
+def _row(tokens: Tokens) -> array[int] | NDArray[np.integer]:
+    """`tokens` after checking: an array of little-endian uint32, or numpy integers that all fit into one."""
     if isinstance(tokens, (str, bytes, bytearray)):
         raise ConfigError(f"tokens must be integers, not {type(tokens).__name__}", kind="token")
     if not isinstance(tokens, (np.ndarray, array, memoryview)):
         try:
-            return np.asarray(array("I", tokens))
+            flat = array("I", tokens)
         except (OverflowError, TypeError) as error:
             raise ConfigError(f"tokens must be integers from 0 to 2**32 - 1: {error}", kind="token") from error
+        if sys.byteorder == "big":
+            flat.byteswap()
+        return flat
     row = np.asarray(tokens)
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise ConfigError(f"tokens must be a row of integers, not {row.dtype} {row.shape}", kind="token")
