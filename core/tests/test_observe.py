@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
 from lmkv.errors import ConfigError
 from lmkv.observe import Metrics, RateLimited, serve_metrics, set_up
 from lmkv.observe.families import FAMILIES
@@ -52,7 +53,7 @@ def test_what_cannot_be_counted() -> None:
         lambda: metrics.observe("lmkv_lookups_total", 1),
         lambda: metrics.inc("lmkv_tier_seconds", tier="ram", op="get"),
     ):
-        with pytest.raises(ValueError, match="lmkv_|names are"):
+        with pytest.raises(ValueError, match=r"lmkv_|names are"):
             wrong()
 
 
@@ -183,7 +184,7 @@ def test_json_lines(log: logging.Logger) -> None:
     stream = io.StringIO()
     set_up("debug", "json", stream=stream)
     try:
-        raise OSError("cannot reach http://user:geheim@host")
+        raise OSError("cannot reach http://user:geheim@host")  # noqa: TRY301
     except OSError:
         log.exception("ill", extra={"tier": "s3", "path": Path("x")})
     line = json.loads(stream.getvalue())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -106,9 +107,13 @@ def _work(
             sent.retain("ram")  # `adopt` takes over one count
         started.set()
         _round_trip(backend, key, sent, got, result)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong before is what matters
+            backend.close()
+        raise
+    else:
+        _timed(result, "close", backend.close)
     finally:
-        result.step = "close" if result.step == "delete" else result.step
-        backend.close()
         pool.close()
 
 

@@ -59,7 +59,7 @@ class RateLimited(logging.Filter):
             while len(self._seen) > _KEYS_MAX:
                 self._seen.popitem(last=False)
         if held:
-            record.msg = f"{record.getMessage()} ({held} more like this in the last {now - (last or now):.0f} s)"
+            record.msg = f"{record.getMessage()} ({held} more like this in the last {now - (last or 0.0):.0f} s)"
             record.args = ()
         return True
 
