@@ -42,6 +42,7 @@ _TAG_MEDIA: Final = 16
 _MEDIA_END: Final = b"M"
 _NAMESPACE_FORMAT: Final = 1
 _LE_U32: Final = np.dtype("<u4")
+_BLOCK_TOKENS: Final = 16384
 # A copy of a ready context costs less than a new one: OpenSSL 3 looks the algorithm up anew for each constructor call.
 _SHA256: Final = hashlib.sha256()
 
@@ -146,10 +147,11 @@ class KeyChain:
             else:
                 self._buffer = bytearray(nbytes)
             np.frombuffer(self._buffer, _LE_U32, row.size, start)[:] = row
-        done = len(self.digests)
-        full = self.tokens // self.chunk_tokens - done
-        if full:
-            self._append(self._cut(self._chunk_type, done * self.chunk_tokens, full))
+        done, full = len(self.digests), self.tokens // self.chunk_tokens
+        # In blocks: all parts at once would take as much memory again, and new pages cost more than the digests.
+        block = max(1, _BLOCK_TOKENS // self.chunk_tokens)
+        for first in range(done, full, block):
+            self._append(self._cut(self._chunk_type, first * self.chunk_tokens, min(block, full - first)))
 
     def _cut(self, kind: np.dtype[np.void], first: int, count: int) -> list[bytes]:
         """`count` chunks or pages from token `first` on, as bytes."""
