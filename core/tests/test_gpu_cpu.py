@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.errors import ConfigError
-from lmkv.gpu import CopyJob, CPUConnector, connector_for
-from lmkv.gpu import cpu as cpu_module
+from lmkv.gpu import CopyJob, CPUConnector, connector_for, strided
 from lmkv.layout import PageLayout, PageRun
 
 Bytes = npt.NDArray[np.uint8]
@@ -180,13 +179,13 @@ def test_targets_just_after_their_source_modulo_a_page_avoid_memcpy(
     kind: str, consecutive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_words: list[bool] = []
-    original = cpu_module._copy
+    original = strided._copy
 
     def spy(target: Any, source: Any, *, words: bool) -> None:
         by_words.append(words)
         original(target, source, words=words)
 
-    monkeypatch.setattr(cpu_module, "_copy", spy)
+    monkeypatch.setattr(strided, "_copy", spy)
     e = engine(kind, 2, 6, 8192, shift=16 - 8 * (kind == "with a gap"), gap=4096)
     connector = CPUConnector(e.layout, e.buffers)
     ids = [2, 3, 4] if consecutive else [4, 0, 2]
