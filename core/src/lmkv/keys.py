@@ -218,22 +218,33 @@ class KeyChain:
 class _Media:
     """The media spans of a request, cut by token range."""
 
-    __slots__ = ("_ends", "_spans", "_starts", "end")
+    __slots__ = ("_ends", "_last", "_section", "_spans", "_starts", "_values", "end")
 
     def __init__(self, media: tuple[MediaSpan, ...]) -> None:
         spans = sorted(set(media), key=lambda span: (span.start, span.length, span.identity.encode()))
         self._starts = [span.start for span in spans]
         # The greatest end so far is monotone even where spans overlap, so that a range is found by bisection.
         self._ends = list(accumulate((span.start + span.length for span in spans), max))
+        self._values = [struct.pack("<Q", span.length) + span.identity.encode() for span in spans]
         self._spans = spans
+        self._last = (-1, 0)
+        self._section = b""
         self.end = self._ends[-1] if spans else 0
 
     def section(self, first: int, last: int) -> bytes:
         """What follows the tokens `first … last-1` in a message: empty when no span overlaps them."""
         low, high = bisect_right(self._ends, first), bisect_left(self._starts, last)
+        if low >= high:
+            return b""
+        # The prefixes of a chunk begin alike and mostly overlap the same spans.
+        if (first, high) != self._last:
+            self._last, self._section = (first, high), self._make(first, low, high)
+        return self._section
+
+    def _make(self, first: int, low: int, high: int) -> bytes:
         fields = b"".join(
-            _tlv(_TAG_MEDIA, struct.pack("<qQ", span.start - first, span.length) + span.identity.encode())
-            for span in self._spans[low:high]
+            _tlv(_TAG_MEDIA, struct.pack("<q", span.start - first) + value)
+            for span, value in zip(self._spans[low:high], self._values[low:high], strict=True)
             if span.start + span.length > first
         )
         if not fields:
