@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import LmkvError, ProtocolError
 from lmkv.service import wire
-from lmkv.service.protocol import Hello, Refused
+from lmkv.service.protocol import Hello
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -124,6 +124,11 @@ class Peer(asyncio.Protocol):
         self._steer()
 
     @property
+    def under_way(self) -> set[asyncio.Future[Message]]:
+        """Requests that wait for a tier."""
+        return self._tasks
+
+    @property
     def _stalled(self) -> bool:
         return self._out_full or len(self._tasks) >= UNDER_WAY
 
@@ -160,7 +165,7 @@ class Peer(asyncio.Protocol):
         else:
             if reply is None:
                 if call:
-                    self._write(call, Refused("protocol", f"{type(request).__name__} has no answer"))
+                    self._refuse(call, type(request).__name__, ProtocolError("a call that has no answer"))
             elif isawaitable(reply):
                 self._later(call, type(request).__name__, reply)
             elif call:

@@ -58,10 +58,13 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request cannot be served; `kind` is that of the error."""
+    """The request cannot be served; all of it is that of the error."""
 
     kind: str
     message: str
+    family: str = ""
+    """Default kind of its class."""
+    retryable: bool = False
 
 
 class Ok(Message, frozen=True):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from lmkv.config import Config
+    from lmkv.service.protocol import Message
     from lmkv.service.session import NodeStorage
 
 log = logging.getLogger("lmkv.service")
@@ -65,6 +66,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
         self._admissions: set[asyncio.Task[None]] = set()
+        self._orphans: set[asyncio.Future[Message]] = set()
+        """What clients that have gone were waiting for. Not cancelled: others may wait for the same loads."""
         self._lonely: asyncio.TimerHandle | None = None
         self._accepting = asyncio.create_task(self._accept())
         if linger is not None:
@@ -136,11 +139,14 @@ class Server:
 
     async def _enter(self, sock: socket.socket, name: str, pid: int) -> None:
         """From here on it is a client."""
-        welcome = wire.encode(0, self._welcome)
-        sent = socket.send_fds(sock, [welcome], [self._storage.pool.fd])
-        if sent != len(welcome):  # its buffer is empty: this cannot happen to one that plays by the rules
-            raise ConnectionResetError("the welcome did not go out whole")
         peer = Peer(sock, self._storage.open_session(name), name, pid, self._gone)
+        try:
+            welcome = wire.encode(0, self._welcome)
+            if socket.send_fds(sock, [welcome], [self._storage.pool.fd]) != len(welcome):
+                raise ConnectionResetError("the welcome did not go out whole")  # noqa: TRY301  one clean-up
+        except BaseException:
+            peer.connection_lost(None)
+            raise
         self._peers.add(peer)
         if self._lonely is not None:
             self._lonely.cancel()
@@ -154,6 +160,9 @@ class Server:
 
     def _gone(self, peer: Peer) -> None:
         self._peers.discard(peer)
+        for task in peer.under_way:
+            self._orphans.add(task)
+            task.add_done_callback(self._orphans.discard)
         log.info("client %s has gone; %d left", peer.name, len(self._peers))
         if not self._peers and self._linger is not None:
             self._wait_for_client(self._linger)
@@ -185,6 +194,13 @@ class Server:
         for peer in list(self._peers):
             peer.connection_lost(None)
 
+    async def abandon(self) -> None:
+        """After the storage has closed: stop waiting for what it did not answer."""
+        orphans = list(self._orphans)
+        for task in orphans:
+            task.cancel()
+        await asyncio.gather(*orphans, return_exceptions=True)
+
 
 async def serve(
     config: Config,
@@ -215,24 +231,30 @@ async def serve(
     with files.Lock(f"{path}.lock") as lock:
         await _succeed(lock, path)
         storage = await start(config)
-        ends = 0.0
         try:
-            listener = files.listen(path)
-            server = Server(storage, listener, linger=linger)
+            server = Server(storage, files.listen(path), linger=linger)
             log.info("ready: %d bytes of pool, tiers %s", storage.pool.nbytes, ", ".join(storage.tiers))
             try:
-                waits = [asyncio.ensure_future(event.wait()) for event in (stop, server.finished)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
+                await _first(stop, server.finished)
             finally:
-                ends = time.monotonic() + deadline
+                until = time.monotonic() + deadline
                 # First the name, so that whoever finds nobody listening may be sure that the name is his to take.
                 files.remove(path)
                 await server.close()
+                await storage.close(max(0.1, until - time.monotonic()))
+                await server.abandon()
         finally:
-            await storage.close(max(0.1, ends - time.monotonic()) if ends else deadline)
-            log.info("closed")
+            await storage.close(deadline)
+    log.info("closed")
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _succeed(lock: files.Lock, path: str) -> None:

@@ -71,13 +71,15 @@ def _decode(decoder: Any, body: bytes | memoryview) -> tuple[int, Any]:
 def refusal(error: BaseException) -> Refused:
     """An error as it travels to the client."""
     if isinstance(error, LmkvError):
-        return protocol.Refused(error.kind, str(error))
+        return protocol.Refused(error.kind, str(error), type(error).default_kind, error.retryable)
     return protocol.Refused("internal", f"{type(error).__name__}: {error}")
 
 
 def error_of(refused: Refused) -> LmkvError:
-    """The error that the service raised, as far as its kind tells the class."""
-    return _KINDS.get(refused.kind, LmkvError)(refused.message, kind=refused.kind)
+    """The error that the service raised."""
+    error = _KINDS.get(refused.family, LmkvError)(refused.message, kind=refused.kind)
+    error.retryable = refused.retryable
+    return error
 
 
 class Framer:
