@@ -494,11 +494,11 @@ def test_a19_slow_disk() -> None:
         async with storage(ram=600 * FRAME, below=[(shelf, settings)]) as manager:
             client = Client(manager, namespace())
             chains = [chain(range(start * 10, start * 10 + 4)) for start in range(200)]
-            slowest = 0.0
+            times = []
             for keys in chains:
                 begin = time.perf_counter()
                 client.store(client.frames(keys))
-                slowest = max(slowest, time.perf_counter() - begin)
+                times.append(time.perf_counter() - begin)
                 assert manager.tier("shelf1").queue()[0] <= 10
             await client.settled()
             dropped = manager.metrics.value("lmkv_tier_rejected_total", tier="shelf1")
@@ -507,7 +507,7 @@ def test_a19_slow_disk() -> None:
             client.ask(p.Clear(None, "ram"))
             found = sum([(await client.look_up(keys, hold=False)).chunks for keys in chains])
             assert found == len(shelf.frames), "look-up for dropped ones: 0"
-            assert slowest < 0.2
+            assert sorted(times)[100] < 0.02, "a store does not wait for a write"
 
     run(body())
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from lmkv.config import Config
     from lmkv.observe.metrics import Metrics
+    from lmkv.service.node import NodeStorage
     from lmkv.service.protocol import Message, Reply, Request
-    from lmkv.service.session import NodeStorage, Session
+    from lmkv.service.session import Session
 
 log = logging.getLogger("lmkv.service")
 
@@ -51,7 +52,7 @@ async def start_storage(config: Config, *, metrics: Metrics | None = None) -> No
     """The storage of `config`, with the plugins that are installed."""
     from lmkv.observe.metrics import Metrics  # noqa: PLC0415  clients of a service need none of this
     from lmkv.plugins import PluginHost  # noqa: PLC0415
-    from lmkv.service.session import NodeStorage  # noqa: PLC0415
+    from lmkv.service.node import NodeStorage  # noqa: PLC0415
 
     return await NodeStorage.start(config, PluginHost.discover(), metrics or Metrics())
 

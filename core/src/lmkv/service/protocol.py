@@ -1,8 +1,9 @@
 """The messages between a client and the node service: typed structs, MessagePack, length-prefixed.
 
-A frame on the socket is a 4-byte little-endian length, then one MessagePack array with the call number, then the tagged
-struct. Every request that has a reply struct is answered by that reply or by `Refused`, under the same number; one-way messages
-(`Commit`, `Abort`, `Done`, `Release`, `Trim`) are not answered. Digests travel as one blob of 32-byte values.
+A frame on the socket is a 4-byte little-endian length, then one MessagePack array with the call number, then the
+tagged struct. Every request that has a reply struct is answered by that reply or by `Refused`, under the same number;
+one-way messages (`Commit`, `Abort`, `Done`, `Release`, `Trim`) are not answered. Digests travel as one blob of 32-byte
+values.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class Lookup(Message, frozen=True):
 
 
 class Extend(Message, frozen=True):
-    """After a `Found` with fewer chunks than asked: page prefixes of the first chunk that was missing. Answered by `Found`.
+    """After a `Found` with fewer chunks than asked: page prefixes of the first chunk that was missing.
 
-    Adds the longest stored page prefix to the lease (to one of its own if `lease` is 0) and gives the same counts, now
+    Answered by `Found`. Adds the longest stored page prefix to the lease (to one of its own if `lease` is 0) and gives the same counts, now
     with `pages`. When `chunks` were found but their lease has ended since, nothing is held and the answer's lease is 0.
     """
 
@@ -140,8 +141,9 @@ class Release(Message, frozen=True):
 
 
 class Acquire(Message, frozen=True):
-    """A worker wants the frames `first … first+count-1` of a lease in the pool. Answered by `Loaded` when all are there or failed.
+    """A worker wants the frames `first … first+count-1` of a lease in the pool.
 
+    Answered by `Loaded` when all are there or have failed.
     The partial frame, if any, is number `chunks`. The worker holds what it got until `Done`.
     """
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from lmkv.config import Config
+    from lmkv.service.node import NodeStorage
     from lmkv.service.protocol import Message
-    from lmkv.service.session import NodeStorage
 
 log = logging.getLogger("lmkv.service")
 

@@ -1,8 +1,7 @@
 """One client's conversation with the storage: every message that it may send, and what it holds.
 
 `handle` answers at once where it can; what has to wait for a tier is returned as a coroutine for the host to await.
-When the
-client has gone, `close` gives back everything that it held.
+When the client has gone, `close` gives back everything that it held.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from lmkv.service.protocol import MAX_FRAMES, split_digests
 from lmkv.storage.driver import QUEUED, RUNNING
 from lmkv.storage.leases import Slot
 from lmkv.storage.loads import Wanted
-from lmkv.storage.manager import StorageManager
 from lmkv.types import DIGEST_BYTES, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from lmkv.config import Config
     from lmkv.memory import MemoryObject
-    from lmkv.observe.metrics import Metrics
-    from lmkv.plugins import PluginHost
     from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Lease
+    from lmkv.storage.manager import StorageManager
     from lmkv.types import ChunkKey
 
 
@@ -387,32 +383,3 @@ def _present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]
             break
         entries.append(entry)
     return entries
-
-
-class NodeStorage:
-    """A node's storage with the sessions of its clients: what a host (thread, child process, `lmkv serve`) serves.
-
-    Attributes:
-        config: what it was built from.
-        manager: the storage itself.
-    """
-
-    def __init__(self, config: Config, manager: StorageManager) -> None:
-        self.config = config
-        self.manager = manager
-        self.pool = manager.pool
-        self.tiers = manager.tiers
-        self.metrics = manager.metrics
-
-    @classmethod
-    async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> NodeStorage:
-        """Start the storage of `config`; raises what `StorageManager.start` raises."""
-        return cls(config, await StorageManager.start(config, host, metrics))
-
-    def open_session(self, name: str) -> Session:
-        """A client has come; the host closes its session when it has gone."""
-        return Session(self.manager, name)
-
-    async def close(self, deadline: float = 5.0) -> None:
-        """Stop within `deadline` seconds. Idempotent."""
-        await self.manager.close(deadline)

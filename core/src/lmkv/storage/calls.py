@@ -1,8 +1,7 @@
 """The calls of one tier into its backend: deadline, bulkhead, breaker and counters around each.
 
 Lives on the storage loop; the backend's code runs in the driver's threads. A call's result may come after its
-deadline: the
-waiter has long been told, and what came late is handed to the tier, which keeps its books right.
+deadline: the waiter has long been told, and what came late is handed to the tier, which keeps its books right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The bulkhead of one tier: its own few threads, a bounded queue, and safety against calls that return late.
 
-A backend's call runs in a thread of the tier's driver and in no other. What the queue cannot take is rejected at once.
-Each call owns the memory objects that it was lent until it *returns*, whatever its deadline said meanwhile, so a late
-write can never land in memory that has been given to somebody else.
+A backend's call runs in a thread of the tier's driver and in no other. What the queue cannot take is rejected at
+once. Each call owns the memory objects that it was lent until it *returns*, whatever its deadline said meanwhile, so
+a late write can never land in memory that has been given to somebody else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What this node holds: chunks, their shards, where each shard lies. One writer, the storage loop; no locks.
 
 A chunk's life: FILLING while a shard of it is being written by a client, READY once every shard lies somewhere, gone
-when
-the last place is lost. Only a READY chunk is visible to look-ups.
+when the last place is lost. Only a READY chunk is visible to look-ups.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Loads: frames from the tiers below into the pool. Each frame is loaded once, whoever waits for it.
 
 A load tries the tiers that have the frame from the fastest down; what one of them cannot give is asked of the next,
-and a
-damaged or vanished frame is taken out of the books on the way. What arrives is verified (in the driver's thread)
-before anybody
-is told.
+and a damaged or vanished frame is taken out of the books on the way. What arrives is verified (in the driver's
+thread) before anybody is told.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The ordered tiers of a node and the pool: makes room, keeps frames where they belong, copies them up and down.
 
 Bytes reach a tier in three ways: a store (`write: through`), ahead of an eviction above it (`write: demote`), by an
-operator's
-move. They come up by a load, which many may wait for and which is done once. All methods run on the storage loop.
+operator's move. They come up by a load, which many may wait for and which is done once. All methods run on the
+storage loop.
 
-Room. The pool holds the resident tier, frames being filled by clients, and staging: what loads need on their way up. A
-store
-may not eat into the staging reserve and never waits: it evicts or is rejected. A load may wait for memory until its
-deadline.
+Room. The pool holds the resident tier, frames being filled by clients, and staging: what loads need on their way up.
+A store may not eat into the staging reserve and never waits: it evicts or is rejected. A load may wait for memory
+until its deadline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A tier: one backend, and everything that a backend must not care about.
 
 Deadline, bulkhead, breaker, capacity, eviction, codec, verification and counters. Knows keys and sizes; what a key
-belongs to
-is the stack's business. All methods run on the storage loop; the backend's calls run in the driver's threads.
+belongs to is the stack's business. All methods run on the storage loop; the backend's calls run in the driver's
+threads.
 """
 
 from __future__ import annotations
