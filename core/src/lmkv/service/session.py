@@ -165,14 +165,16 @@ class Session:
         used: list[list[ChunkKey]] = [[] for _ in tiers]
         for entry in reversed(entries):  # the first chunks end up as the most recently used
             slowest = 0
-            for number, part in entry.shards.items():
+            for part in entry.shards.values():
                 bits = part.tiers
-                if bits and part.staged is None:
+                if not bits & 1 and part.staged is None:
                     slowest = max(slowest, (bits & -bits).bit_length() - 1)
-                key = entry.key(number)
-                for tier in tiers:
-                    if bits & tier.bit:
-                        used[tier.number].append(key)
+                number = 0
+                while bits:
+                    if bits & 1:
+                        used[number].append(part.key)
+                    bits >>= 1
+                    number += 1
             places.append(slowest)
         for tier, keys in zip(tiers, used, strict=True):
             if keys:

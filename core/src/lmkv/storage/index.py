@@ -35,9 +35,10 @@ class Shard:
         sealed: the frame in the pool carries its trailer.
     """
 
-    __slots__ = ("filling", "loading", "nbytes", "sealed", "staged", "tiers", "writes")
+    __slots__ = ("filling", "key", "loading", "nbytes", "sealed", "staged", "tiers", "writes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, key: ChunkKey, nbytes: int) -> None:
+        self.key = key
         self.tiers = 0
         self.filling = 0
         self.staged: MemoryObject | None = None
@@ -91,12 +92,13 @@ class Entry:
         """The record of one shard, made if it is not there; `nbytes` of its identity-coded frame."""
         found = self.shards.get(shard)
         if found is None:
-            found = self.shards[shard] = Shard(nbytes)
+            found = self.shards[shard] = Shard(ChunkKey(self.namespace.id, shard, self.digest), nbytes)
         return found
 
     def key(self, shard: int) -> ChunkKey:
         """The key of one shard's frame."""
-        return ChunkKey(self.namespace.id, shard, self.digest)
+        part = self.shards.get(shard)
+        return ChunkKey(self.namespace.id, shard, self.digest) if part is None else part.key
 
 
 class NamespaceIndex:

@@ -7,6 +7,7 @@ negative.
 from __future__ import annotations
 
 import itertools
+import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Holdings:
         self.leases: dict[int, Lease] = {}
         self._seconds = seconds
         self._clock = clock
-        self._numbers = itertools.count(1)
+        # A lease's number goes from process to process: one of an earlier start must not mean anything to this one.
+        self._numbers = itertools.count(secrets.randbits(60) + 1)
 
     def number(self) -> int:
         """A number that was never used before: for leases, holds and reservations alike."""
