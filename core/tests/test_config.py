@@ -73,7 +73,7 @@ def host() -> PluginHost:
 
 
 def machine(memory: int = 16 * GIB, free: int = 1000 * GIB, used: int = 0) -> Machine:
-    return Machine(memory, lambda path: Volume(1, free, used))
+    return Machine(memory, lambda path: Volume(1, free), lambda path: used // 2)
 
 
 def faults(host: PluginHost, source: object, environ: dict[str, str] | None = None, **more: Any) -> list[str]:
@@ -176,7 +176,7 @@ def test_capacities_on_one_file_system_are_added(host: PluginHost) -> None:
     [fault] = faults(host, text, machine=machine(free=1000 * GIB))
     assert "600GiB + 600GiB = 1.17TiB" in fault
     assert "1000GiB is free" in fault
-    load_config(text, host=host, environ={}, machine=machine(free=1000 * GIB, used=100 * GIB))
+    load_config(text, host=host, environ={}, machine=machine(free=1000 * GIB, used=200 * GIB))
 
 
 def test_no_file(host: PluginHost, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,6 +319,21 @@ def test_unknown_names_in_the_environment(host: PluginHost, name: str, part: str
 def test_faulty_value_in_the_environment(host: PluginHost) -> None:
     [fault] = faults(host, None, {"LMKV_POOL__SIZE": "many"})
     assert fault.startswith("environment LMKV_POOL__SIZE: pool.size: 'many' is not a size")
+
+
+@pytest.mark.parametrize("source", [{1: 2}, {"tiers": ({"backend": "folder", "options": {"pth": 1}},)}, {"pool": None}])
+def test_mappings_are_checked_like_files(host: PluginHost, source: object) -> None:
+    assert faults(host, source)
+
+
+def test_override_where_there_is_no_place_for_it(host: PluginHost) -> None:
+    [fault] = faults(host, "service: 5\n", name="c", overrides={"service.socket": "x"})
+    assert fault == "c:1: service: needs a mapping of keys and values, got a number"
+
+
+def test_options_that_nobody_checked_are_refused() -> None:
+    with pytest.raises(ValueError, match="use load_config"):
+        Config.model_validate({"tiers": [{"backend": "peer", "options": {"prots": [1]}}]})
 
 
 def test_secrets_are_masked(host: PluginHost) -> None:

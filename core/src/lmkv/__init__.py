@@ -6,8 +6,8 @@ Nothing happens at import: the public names below are fetched from their modules
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
 
+TYPE_CHECKING = False  # type checkers take the name for typing's; importing typing would be the slowest part of all
 if TYPE_CHECKING:
     from lmkv.backend import AsyncBackend as AsyncBackend
     from lmkv.backend import ResidentBackend as ResidentBackend
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lmkv.types import ChunkKey as ChunkKey
     from lmkv.types import Outcome as Outcome
 
-_MODULES: Final = {
+_MODULES = {
     "backend": ("AsyncBackend", "ResidentBackend", "StorageBackendInterface", "WrapperBackend"),
     "config": ("Config", "load_config"),
     "engine": ("CacheEngine",),
@@ -63,7 +63,7 @@ _MODULES: Final = {
     "specs": ("BackendSpec", "CodecSpec", "PolicySpec"),
     "types": ("Capabilities", "ChunkKey", "Outcome"),
 }
-_HOME: Final = {name: module for module, names in _MODULES.items() for name in names}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = list(_HOME)
 

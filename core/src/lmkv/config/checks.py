@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import PluginError
-from lmkv.observe.http import loopback
+from lmkv.observe.address import loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from lmkv.config.faults import Fault, fields, printed, submodel
+from lmkv.config.faults import Fault, fields, submodel
 from lmkv.errors import LmkvError
 from lmkv.plugins import did_you_mean
 
@@ -42,7 +42,7 @@ def apply_environ(document: Document, model: type[BaseModel], host: PluginHost, 
     for name, text in sorted(ours.items()):
         path = known.get(name)
         if path is not None:
-            _put(document, path, _value(text), f"environment {name}")
+            put(document, path, _value(text), f"environment {name}")
         elif not name.startswith(tuple(open_ended)):
             hint = did_you_mean(name, [*known, *RESERVED])
             document.faults.append(Fault(f"environment {name}", "", f"there is no such setting{hint}"))
@@ -97,8 +97,8 @@ def _value(text: str) -> Any:
     return text
 
 
-def _put(document: Document, path: Path, value: Any, place: str) -> None:
-    """Set one value in the tree; where a file has no mapping on the way, that is reported by the model's check."""
+def put(document: Document, path: Path, value: Any, place: str) -> None:
+    """Set one value in the tree. Where the source has a value on the way, the model's check reports that."""
     here: Any = document.data
     for depth, part in enumerate(path[:-1]):
         if isinstance(here, dict) and here.get(str(part)) is None:
@@ -106,9 +106,6 @@ def _put(document: Document, path: Path, value: Any, place: str) -> None:
             document.places.setdefault(path[: depth + 1], place)
         here = here[part]
         if not isinstance(here, (dict, list)):
-            document.faults.append(
-                Fault(place, printed(path), f"{printed(path[: depth + 1])} holds a value, not settings")
-            )
             return
     here[path[-1]] = value
     document.mark(path, value, place)

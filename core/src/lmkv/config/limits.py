@@ -35,8 +35,6 @@ class Volume(NamedTuple):
     """Names the file system: two tiers on one share its space."""
     free: int
     """Bytes that may still be written."""
-    used: int
-    """Bytes below the path that are there already, such as frames of an earlier run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,13 @@ class Machine:
     """Bytes that can be allocated now."""
     volume: Callable[[str], Volume | None]
     """The file system of a path; None when there is none to ask."""
+    used: Callable[[str], int]
+    """Bytes below a path that are there already, such as frames of an earlier run. Asked only where space is short."""
 
     @classmethod
     def local(cls) -> Machine:
         """This machine, now: available memory is bounded by the control group's limit."""
-        return cls(available_memory(), volume_of)
+        return cls(available_memory(), volume_of, used_below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,15 @@ def compute(
     return _Sums(config, machine, unknown).result()
 
 
+class _Claim(NamedTuple):
+    """Space that a tier asks of a file system."""
+
+    number: int
+    capacity: int
+    path: str
+    free: int
+
+
 class _Sums:
     """One computation; collects faults as it goes."""
 
@@ -117,7 +126,7 @@ class _Sums:
         usable = pool - staging
         capacities: list[int | None] = [None] * len(self.config.tiers)
         resident: list[int] = []
-        volumes: dict[int, list[tuple[int, int, Volume]]] = {}
+        claims: dict[int, list[_Claim]] = {}
         for number, tier in enumerate(self.config.tiers):
             if not self._known("tiers", number, "backend"):
                 continue
@@ -132,9 +141,9 @@ class _Sums:
             if capabilities is not None and capabilities.resident:
                 resident.append(number)
             else:
-                self._ask_options(number, tier, capacity, volumes)
+                self._ask_options(number, tier, capacity, claims)
         self._fit_pool(resident, capacities, pool, staging)
-        self._fit_volumes(volumes)
+        self._fit_volumes(claims)
         if self.faults:
             return None, self.faults
         return Limits(pool, staging, tuple(capacities), tuple(self.lines)), []
@@ -191,21 +200,23 @@ class _Sums:
         self._fault(path, "a percentage is of the pool, and this tier is not in the pool: write a size such as 100GiB")
         return None
 
-    def _ask_options(
-        self, number: int, tier: TierConfig, capacity: int, volumes: dict[int, list[tuple[int, int, Volume]]]
-    ) -> None:
-        """Let the backend's options check themselves; else, if they have a `path`, note the space it asks for."""
+    def _ask_options(self, number: int, tier: TierConfig, capacity: int, claims: dict[int, list[_Claim]]) -> None:
+        """Let the backend's options check themselves; note the space that a `path` among them asks for."""
         if not self._known("tiers", number, "options"):
             return
         check = getattr(tier.options, "check", None)
         if callable(check):
             context = BackendContext(tier=tier.name, capacity=capacity, ranks=self.config.ranks)
-            for message in check(context):
-                self._fault(("tiers", number, "options"), str(message))
+            try:
+                messages = [str(message) for message in check(context)]
+            except Exception as error:  # noqa: BLE001  a stranger's check may raise anything
+                messages = [f"{type(error).__name__} in the backend's check: {error}"]
+            for message in messages:
+                self._fault(("tiers", number, "options"), message)
         path = getattr(tier.options, "path", None)
         volume = self.machine.volume(str(path)) if path is not None else None
         if volume is not None:
-            volumes.setdefault(volume.device, []).append((number, capacity, volume))
+            claims.setdefault(volume.device, []).append(_Claim(number, capacity, str(path), volume.free))
 
     def _fit_pool(self, resident: list[int], capacities: list[int | None], pool: int, staging: int) -> None:
         for number in resident:
@@ -220,17 +231,19 @@ class _Sums:
         room = f"{format_size(pool)} of pool less {format_size(staging)} for loads is {format_size(pool - staging)}"
         self._fault(("tiers", resident[-1], "capacity"), f"{added}{total} does not fit: {room}")
 
-    def _fit_volumes(self, volumes: Mapping[int, list[tuple[int, int, Volume]]]) -> None:
+    def _fit_volumes(self, volumes: Mapping[int, list[_Claim]]) -> None:
         for claims in volumes.values():
-            wanted = sum(capacity for _, capacity, _ in claims)
-            free, used = claims[0][2].free, sum(volume.used for _, _, volume in claims)
+            wanted, free = sum(claim.capacity for claim in claims), claims[0].free
+            if wanted <= free:
+                continue
+            used = sum(self.machine.used(path) for path in {claim.path for claim in claims})
             if wanted <= free + used:
                 continue
-            added = " + ".join(format_size(capacity) for _, capacity, _ in claims)
+            added = " + ".join(format_size(claim.capacity) for claim in claims)
             total = f" = {format_size(wanted)}" if len(claims) > 1 else ""
-            kept = f" and {format_size(used)} is in use by this tier" if used else ""
+            kept = f", and {format_size(used)} is there already" if used else ""
             text = f"{added}{total}, but {format_size(free)} is free on that file system{kept}"
-            self._fault(("tiers", claims[-1][0], "capacity"), text)
+            self._fault(("tiers", claims[-1].number, "capacity"), text)
 
     def _known(self, *path: str | int) -> bool:
         """False when the setting, or something that it is part of, or a part of it, is faulty already."""
@@ -252,12 +265,13 @@ def volume_of(path: str) -> Volume | None:
         while not here.exists() and here != here.parent:
             here = here.parent
         stats = os.statvfs(here)
-        return Volume(here.stat().st_dev, stats.f_bavail * stats.f_frsize, _tree_bytes(path))
+        return Volume(here.stat().st_dev, stats.f_bavail * stats.f_frsize)
     except OSError:
         return None
 
 
-def _tree_bytes(path: str) -> int:
+def used_below(path: str) -> int:
+    """Bytes that the files below `path` take."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:

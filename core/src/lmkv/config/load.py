@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr, ValidationError
 
 from lmkv.config.checks import cross_check
-from lmkv.config.environ import apply_environ
+from lmkv.config.environ import apply_environ, put
 from lmkv.config.faults import Fault, at, explain, printed
 from lmkv.config.limits import compute, refusal
 from lmkv.config.model import Config, NoOptions
@@ -62,7 +61,7 @@ def load_config(
         document.data["tiers"] = [{"name": "ram", "backend": "cpu", "capacity": "100%"}]
     apply_environ(document, Config, host, environ)
     for dotted, value in (overrides or {}).items():
-        _override(document, dotted.split("."), value)
+        put(document, tuple(dotted.split(".")), value, "set by the caller")
     return _Check(document, host, machine).config()
 
 
@@ -73,7 +72,7 @@ def _read(source: Source, environ: Mapping[str, str], name: str | None) -> Docum
             return Document(name or "")
         return _read_file(source)
     if isinstance(source, Mapping):
-        document = Document(name or "configuration", copy.deepcopy(dict(source)))
+        document = Document(name or "configuration", _tree(source))
         for key, value in document.data.items():
             document.mark((key,), value, document.name)
         return document
@@ -96,12 +95,11 @@ def _read_file(path: str | os.PathLike[str]) -> Document:
     raise ConfigError(str(fault), faults=(str(fault),))
 
 
-def _override(document: Document, path: list[str], value: object) -> None:
-    here = document.data
-    for part in path[:-1]:
-        here = here.setdefault(part, {})
-    here[path[-1]] = value
-    document.mark(tuple(path), value, "set by the caller")
+def _tree(value: object) -> Any:
+    """Mappings as dicts, sequences as lists, all else as it is; nothing is shared with `value`."""
+    if isinstance(value, Mapping):
+        return {key: _tree(inner) for key, inner in value.items()}
+    return [_tree(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Check:
@@ -114,7 +112,7 @@ class _Check:
         self.faults = list(document.faults)
         self.unread = {fault.path for fault in document.faults if fault.path}
         self.dropped: set[Path] = set()
-        self.data = copy.deepcopy(document.data)
+        self.data = _tree(document.data)
 
     def config(self) -> Config:
         self._options()

@@ -28,6 +28,13 @@ def _on_off(value: object) -> object:
     return ("off", "on")[value] if isinstance(value, bool) else value
 
 
+def _checked(value: object) -> object:
+    """A plain mapping would pass as a model without fields, and every setting in it be ignored."""
+    if not isinstance(value, BaseModel):
+        raise ValueError("are checked with the backend's own model: use load_config")  # noqa: TRY004
+    return value
+
+
 Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
 
 
@@ -104,7 +111,7 @@ class TierConfig(Model):
     queue: QueueConfig = Field(default_factory=QueueConfig, description="Bounds of waiting calls.")
     threads: Count | None = Field(default=None, description="Calls at the same time. Default: what the backend says.")
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="When the tier is left alone.")
-    options: SerializeAsAny[BaseModel] = Field(
+    options: Annotated[SerializeAsAny[BaseModel], BeforeValidator(_checked)] = Field(
         default_factory=NoOptions, description="The backend's own settings, see its page."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 from http import HTTPStatus
@@ -10,21 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ConfigError
+from lmkv.observe.address import loopback
 
 if TYPE_CHECKING:
     from lmkv.observe.metrics import Metrics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def loopback(host: str) -> str | None:
-    """`host` as an address that never leaves the machine; None if it is not one. Names are not looked up."""
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        return host if ipaddress.ip_address(host).is_loopback else None
-    except ValueError:
-        return None
 
 
 class MetricsServer:

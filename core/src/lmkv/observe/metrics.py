@@ -81,9 +81,10 @@ class Metrics:
         if value < 0:
             raise ValueError(f"{name}: a counter cannot go down by {-value}")
         found = self._quick.get((name, tuple(labels.items())))
-        if found is None or type(found) is Histogram:
+        if type(found) is not Series:
             found = self.counter(name, **labels)
-        found.inc(value)  # type: ignore[union-attr]  # the branch above makes it a Series
+        with self._lock:
+            found.value += value
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
@@ -91,7 +92,10 @@ class Metrics:
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
         """Count one duration in a histogram."""
-        self.histogram(name, **labels).observe(seconds)
+        found = self._quick.get((name, tuple(labels.items())))
+        if type(found) is not Histogram:
+            found = self.histogram(name, **labels)
+        found.observe(seconds)
 
     def counter(self, name: str, **labels: str) -> Series:
         """The counter with these labels, to be kept by callers that count often."""
