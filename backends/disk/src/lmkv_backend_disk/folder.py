@@ -226,6 +226,7 @@ class Folder:
         for name in os.listdir(f"{self.root}/{TEMP}"):
             if _TEMP_NAME.fullmatch(name):
                 self.remove(f"{self.root}/{TEMP}/{name}")
+        self.trailers.clear_temp()
 
     @staticmethod
     def _flush(*folders: str) -> None:

@@ -40,8 +40,7 @@ def leaves(root: str, namespace: bytes | None = None) -> Iterator[tuple[bytes, s
 
 def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
     """Every frame, least recently used first. What is no frame of ours is left alone and not listed."""
-    known = trailers.read()
-    records = len(known)
+    known, records = trailers.read()
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(_list, leaves(root))))
         found.sort()

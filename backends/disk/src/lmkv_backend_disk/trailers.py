@@ -49,6 +49,7 @@ class TrailerLog:
 
     def __init__(self, root: str, limit: int = GENERATION_BYTES) -> None:
         self._path = f"{root}/trailers"
+        self._temp = f"{root}/trailers.part"
         self._limit = limit
         self._lock = threading.Lock()
         self._fd = -1
@@ -70,26 +71,31 @@ class TrailerLog:
                 self._size = 0
             self._size += os.write(self._fd, data)
 
-    def read(self) -> dict[Identity, bytes]:
-        """Every intact record; the later one of two with the same identity wins."""
+    def read(self) -> tuple[dict[Identity, bytes], int]:
+        """Every intact record, the later one of two with the same identity, and how many there were in all."""
         found: dict[Identity, bytes] = {}
+        records = 0
         for path in (f"{self._path}.old", self._path):
             try:
                 with open(path, "rb") as file:
-                    _parse(file.read(), found)
+                    records += _parse(file.read(), found)
             except OSError:
                 continue
-        return found
+        return found, records
 
     def rewrite(self, tails: Iterable[Tail]) -> None:
         """Replace both files by these records: drops what has gone."""
-        temp = f"{self._path}.part"
         with self._lock, contextlib.suppress(OSError):
-            with open(temp, "wb") as file:
+            with open(self._temp, "wb") as file:
                 file.writelines(_record(tail) for tail in tails)
             self._reopen()
-            os.replace(temp, self._path)
+            os.replace(self._temp, self._path)
             os.unlink(f"{self._path}.old")
+
+    def clear_temp(self) -> None:
+        """Remove what a `rewrite` that was cut short has left."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temp)
 
     def reopen(self) -> None:
         """The directory was replaced by another one: begin anew in that."""
@@ -111,7 +117,9 @@ def _record(tail: Tail) -> bytes:
     return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
 
 
-def _parse(data: bytes, into: dict[Identity, bytes]) -> None:
+def _parse(data: bytes, into: dict[Identity, bytes]) -> int:
+    """Add the intact records of `data`, and count them."""
+    records = 0
     view = memoryview(data)
     at = data.find(_MAGIC)
     while 0 <= at <= len(data) - _HEAD.size - _BODY.size:
@@ -120,8 +128,10 @@ def _parse(data: bytes, into: dict[Identity, bytes]) -> None:
         begin = start + _BODY.size
         end = begin + length
         if _HEAD.unpack_from(data, at) == (_MAGIC, zlib.crc32(view[start:end])) and end <= len(data):
+            records += 1
             key = ChunkKey(namespace, shard, digest)
             into[Identity(key, nbytes, inode)] = bytes(view[begin:end]).rjust(min(TAIL, nbytes), b"\0")
             at = data.find(_MAGIC, end) if data[end : end + len(_MAGIC)] != _MAGIC else end
         else:  # cut short by a crash: the next record begins somewhere behind
             at = data.find(_MAGIC, at + 1)
+    return records
