@@ -33,7 +33,7 @@ class Subject:
 
 SUBJECTS = (
     Subject(
-        title="Logbook of the lighthouse at Cape Orla",
+        title="Lighthouse log",
         opening=(
             "The lighthouse at Cape Orla was built in 1874 from grey granite. Its keeper is Marta Lindqvist, and its "
             "lamp is called Old Henrietta. The supply boat comes every second Thursday."
@@ -62,7 +62,7 @@ SUBJECTS = (
         questions=("Who is the keeper of the lighthouse?", "In which year was the lighthouse built?"),
     ),
     Subject(
-        title="Journal of the botanical garden of Veldhoven",
+        title="Garden journal",
         opening=(
             "The botanical garden of Veldhoven has seven glass houses. Its director is Professor Amadou Keita, and its "
             "oldest plant is a cycad from 1802. The garden is closed on Mondays."
@@ -85,7 +85,7 @@ SUBJECTS = (
         questions=("Who is the director of the garden?", "On which day is the garden closed?"),
     ),
     Subject(
-        title="Reports of the mountain railway to Piz Serra",
+        title="Railway reports",
         opening=(
             "The railway to Piz Serra climbs 1,420 metres in fifty minutes. Its engine driver is Ilse Gruber, and its "
             "locomotive is painted dark green. The last train leaves at half past five."

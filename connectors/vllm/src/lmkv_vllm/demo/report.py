@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Group
 from rich.live import Live
 from rich.spinner import Spinner
@@ -24,7 +25,7 @@ PASSES = ("cold", "ram", "disk")
 _SOURCE = {"ram": "ram", "disk": "disk"}  # the tier that each warm pass must be answered from
 _LABELS = {"cold": "cold: computed", "ram": "warm: from RAM", "disk": "after restart: from disk"}
 _COLOURS = {"cold": "red", "ram": "green", "disk": "blue"}
-_BAR_WIDTH = 48
+_BAR_WIDTH = 24
 
 
 @dataclass(slots=True)
@@ -102,27 +103,40 @@ class Report:
         verdict = Text("All answers identical; every warm question was answered from its tier.", style="bold green")
         if faults:
             verdict = Text("\n".join(["This run does not show what it should:", *faults]), style="bold red")
-        return Group(self._table(), Text(), self._bars(), Text(), verdict)
+        return Group(self._table(), self._said(), Text(), self._bars(), Text(), verdict)
 
     def _view(self) -> RenderableType:
         return Group(self._table(), self._spinner)
 
     def _table(self) -> Table:
-        table = Table(title="Time to first token, and tokens that were not computed")
-        for heading in ("document", "question"):
-            table.add_column(heading, overflow="fold")
-        headings = ("prompt", "cold", "RAM", "disk", "hits RAM", "hits disk")
-        for heading in headings:
+        table = Table(
+            title="Time to first token, and tokens that were not computed", box=box.SIMPLE, padding=(0, 1, 0, 0)
+        )
+        table.add_column("question", overflow="fold")
+        for heading in ("prompt", "cold", "RAM", "disk", "hits\nRAM", "hits\ndisk"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("same answer", justify="center")
+        table.add_column("same\nanswer", justify="center", no_wrap=True)
+        title = None
         for row in self._rows:
+            if row.title != title:
+                table.add_section()
+                table.add_row(Text(row.title, style="bold"))
+                title = row.title
             first = next(iter(row.answers.values()), None)
             cells = ["" if first is None else f"{first.prompt_tokens:,}"]
             cells += [_seconds(row.answers[name].first_token_seconds) if name in row.answers else "" for name in PASSES]
             cells += [f"{row.hit(name):,}" if name in row.hits else "" for name in PASSES[1:]]
             same = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.identical()]
-            table.add_row(row.title, row.question, *cells, same)
+            table.add_row(row.question, *cells, same)
         return table
+
+    def _said(self) -> RenderableType:
+        """What the model answered, the cold answer standing for all where they are identical."""
+        grid = Table.grid(padding=(0, 1))
+        for row in self._rows:
+            if PASSES[0] in row.answers:
+                grid.add_row(Text(row.question, style="dim"), _printable(row.answers[PASSES[0]].text))
+        return grid
 
     def _bars(self) -> RenderableType:
         medians = {
@@ -141,3 +155,8 @@ class Report:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _printable(text: str) -> str:
+    """On one line; a random model says things that no terminal should be told."""
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip()
