@@ -20,6 +20,7 @@ from lmkv.hookspecs import hookimpl
 from lmkv.plugins import PluginHost
 from lmkv.specs import BackendSpec
 from lmkv.types import Capabilities
+from lmkv.units import format_seconds, parse_seconds, parse_size
 
 GIB = 1 << 30
 
@@ -370,6 +371,8 @@ def test_schema_knows_the_installed_plugins(host: PluginHost) -> None:
     assert options["additionalProperties"] is False
     assert then["required"] == ["options"]
     assert "default" not in schema["properties"]["tiers"]
+    assert schema["$defs"]["PoolConfig"]["properties"]["size"]["default"] == "25%"
+    assert tier["properties"]["deadline"]["default"] == "2s"
     references = set(re.findall(r'"#/\$defs/([^"]*)"', json.dumps(schema)))
     assert references <= set(schema["$defs"])
 
@@ -395,3 +398,39 @@ def test_reference_page_is_complete() -> None:
 
     for row in rows(Config):
         assert row in page.splitlines(), f"docs/reference/configuration.md lacks: {row}"
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1", 1),
+        (4096, 4096),
+        ("300B", 300),
+        ("1.5GB", 1_500_000_000),
+        ("2kB", 2000),
+        ("2KB", 2000),
+        ("64 GiB", 64 * GIB),
+    ],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["5GBs", "64G", "64gib", "-1", "", "GiB", "1e3", "1.5B", "25%", True, None, [], "0"])
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("250ms", 0.25), ("2s", 2), ("1.5m", 90), ("1h", 3600), ("1d", 86400), ("20us", 2e-5), (0, 0)]
+)
+def test_times(text: object, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+    assert parse_seconds(format_seconds(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", [5, "5", "5 sec", "5S", "-1s", "", True, None])
+def test_what_is_no_time(text: object) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_seconds(text)

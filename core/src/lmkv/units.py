@@ -103,10 +103,10 @@ def format_size(nbytes: int) -> str:
 def format_seconds(seconds: float) -> str:
     """``250ms``, ``2s``, ``1h``: the largest unit in which the number is whole."""
     exact = Decimal(str(seconds))
-    for unit in ("d", "h", "m", "s", "ms"):
+    for unit in ("d", "h", "m", "s", "ms", "us"):
         if exact and exact % TIMES[unit] == 0:
             return f"{int(exact / TIMES[unit])}{unit}"
-    return f"{seconds:g}s"
+    return f"{exact:f}s"
 
 
 def shown(value: object, annotation: object = None) -> str:
@@ -157,8 +157,13 @@ def _split(text: str, what: str, units: dict[str, int] | dict[str, Decimal]) -> 
     raise ValueError(f"{text!r} is not {what}{hint}")
 
 
-def _schema(example: str, *more: str, pattern: str) -> WithJsonSchema:
-    return WithJsonSchema({"type": ["integer", "string"], "pattern": pattern, "examples": [example, *more]})
+def _size_schema(pattern: str, *examples: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": ["integer", "string"], "minimum": 1, "pattern": pattern, "examples": [*examples]})
+
+
+def _time_schema(*numbers: int) -> WithJsonSchema:
+    text = {"type": "string", "pattern": _TIME_PATTERN, "examples": ["250ms", "2s", "1h"]}
+    return WithJsonSchema({"anyOf": [text, *({"const": number} for number in numbers)]})
 
 
 def _amount_text(amount: int | Share) -> str:
@@ -167,33 +172,33 @@ def _amount_text(amount: int | Share) -> str:
 
 _SIZE_PATTERN: Final = r"^\d+(\.\d+)?\s*(B|[kKMGTP]B|[KMGTP]iB)?$"
 _AMOUNT_PATTERN: Final = r"^\d+(\.\d+)?\s*(%|B|[kKMGTP]B|[KMGTP]iB)?$"
-_TIME_PATTERN: Final = r"^(0|\d+(\.\d+)?\s*(us|ms|s|m|h|d))$"
+_TIME_PATTERN: Final = r"^\d+(\.\d+)?\s*(us|ms|s|m|h|d)$"
 
 Size: TypeAlias = Annotated[
     int,
     PlainValidator(parse_size),
     PlainSerializer(_amount_text, return_type=str, when_used="json"),
-    _schema("64GiB", "1.5GB", pattern=_SIZE_PATTERN),
+    _size_schema(_SIZE_PATTERN, "64GiB", "1.5GB"),
 ]
 """Bytes, more than 0."""
 Amount: TypeAlias = Annotated[
     int | Share,
     PlainValidator(parse_amount),
     PlainSerializer(_amount_text, return_type=str, when_used="json"),
-    _schema("64GiB", "25%", pattern=_AMOUNT_PATTERN),
+    _size_schema(_AMOUNT_PATTERN, "64GiB", "25%"),
 ]
 """Bytes, or a share of something."""
 Seconds: TypeAlias = Annotated[
     float,
     PlainValidator(parse_seconds),
     PlainSerializer(lambda seconds: f"{seconds:g}s", return_type=str, when_used="json"),
-    _schema("250ms", "2s", "1h", pattern=_TIME_PATTERN),
+    _time_schema(0),
 ]
 """Seconds, 0 or more."""
 Interval: TypeAlias = Annotated[
     float,
     PlainValidator(parse_interval),
     PlainSerializer(lambda seconds: f"{seconds:g}s", return_type=str, when_used="json"),
-    _schema("250ms", "2s", "1h", pattern=_TIME_PATTERN),
+    _time_schema(),
 ]
 """Seconds, more than 0."""

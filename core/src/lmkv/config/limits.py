@@ -213,6 +213,8 @@ class _Sums:
                 messages = [f"{type(error).__name__} in the backend's check: {error}"]
             for message in messages:
                 self._fault(("tiers", number, "options"), message)
+            if messages:
+                return
         path = getattr(tier.options, "path", None)
         volume = self.machine.volume(str(path)) if path is not None else None
         if volume is not None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from pydantic_core import PydanticUndefined
 
+from lmkv.config.faults import fields, submodel
 from lmkv.config.model import Config, NoOptions, TierConfig
 from lmkv.errors import LmkvError
+from lmkv.units import kind_of, shown
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from collections.abc import Iterator
 
     from lmkv.plugins import PluginHost
 
@@ -29,9 +33,12 @@ def json_schema(host: PluginHost) -> dict[str, Any]:
     for name in sorted(host.backends):
         with contextlib.suppress(LmkvError):
             models[name] = host.options_model(name)
-    wanted: list[type[BaseModel]] = list(dict.fromkeys([Config, TierConfig, *models.values(), NoOptions]))
+    own = list(_own(Config))
+    wanted = list(dict.fromkeys([*own, *models.values(), NoOptions]))
     refs, schema = models_json_schema([(model, "validation") for model in wanted], ref_template="#/$defs/{model}")
     definitions = schema["$defs"]
+    for model in own:
+        _defaults(model, definitions[_name(refs[model, "validation"])])
     tier = definitions[_name(refs[TierConfig, "validation"])]
     _complete_tier(tier, host)
     tier["allOf"] = [
@@ -45,6 +52,23 @@ def json_schema(host: PluginHost) -> dict[str, Any]:
     root["properties"]["tiers"].pop("default", None)
     root["properties"]["tiers"]["minItems"] = 1
     return {"$schema": _DRAFT, **root, "title": "lmkv", "$defs": definitions}
+
+
+def _own(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """`model` and the models in it, except for the options of tiers."""
+    yield model
+    for info in fields(model).values():
+        inner = submodel(info.annotation)
+        if inner is not None and inner is not BaseModel:
+            yield from _own(inner)
+
+
+def _defaults(model: type[BaseModel], definition: dict[str, Any]) -> None:
+    """Write defaults with units as a file would: pydantic knows only bytes and seconds."""
+    for name, info in fields(model).items():
+        marks = (*info.metadata, info.annotation)
+        if kind_of(marks) and info.default not in {None, PydanticUndefined}:
+            definition["properties"][name]["default"] = shown(info.default, marks)
 
 
 def _complete_tier(tier: dict[str, Any], host: PluginHost) -> None:
