@@ -8,6 +8,7 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from lmkv.memory import prefault as prefault_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
 
 MiB = 1 << 20
 
@@ -156,6 +157,28 @@ def test_close_is_safe_while_views_are_alive() -> None:
     del pool, obj
     gc.collect()
     assert array[-1] == 7
+
+
+def test_a_large_arena_is_unmapped_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_SOON_UNMAPPED", MiB - 1)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:lmkv-pool")
+
+    gc.collect()
+    before = mapped()
+    pool = Pool.create(MiB, prefault=False)
+    kept = pool.cut(0, 10)
+    assert mapped() == before + 1
+    pool.close()
+    kept[0] = 1
+    until(lambda: not [t for t in threading.enumerate() if t.name == "lmkv-unmap"])
+    assert mapped() == before + 1
+    del kept
+    assert mapped() == before
+    pool = Pool.create(MiB, prefault=False)
+    pool.close()
+    until(lambda: mapped() == before)
 
 
 def test_prefault_makes_every_page_present_and_leaves_the_content() -> None:

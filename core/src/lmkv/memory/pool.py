@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from lmkv.errors import ClosedError, ConfigError, ProtocolError
 from lmkv.memory.extents import Extents
@@ -19,6 +19,8 @@ from lmkv.types import ALIGNMENT
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MASK: Final = ALIGNMENT - 1
+_SOON_UNMAPPED: Final = 64 << 20
+"""Bytes up to which unmapping takes some milliseconds at most."""
 
 
 class Pool:
@@ -41,15 +43,15 @@ class Pool:
         self.nbytes = nbytes
         self.hugepages = hugepages
         self.lock = threading.Lock()
-        self._map = mmap.mmap(fd, nbytes)
+        mapping = mmap.mmap(fd, nbytes)
         if not hugepages:
             with contextlib.suppress(OSError, ValueError):  # a hint; off for shared memory on most machines
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._map)
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(mapping)
         self._extents = extents
         self._live: dict[int, MemoryObject] | None = {} if trace else None
         self._closed = False
-        self._prefault = Prefault(self._map) if prefault else None
+        self._prefault = Prefault(mapping) if prefault else None
 
     @classmethod
     def create(
@@ -144,9 +146,10 @@ class Pool:
     @property
     def view(self) -> memoryview:
         """The whole arena, writable bytes (format B)."""
+        view = self._view  # before the question: `close` takes it away after it has said so
         if self._closed:
             raise ClosedError("the pool is closed")
-        return self._view
+        return view
 
     @property
     def free_bytes(self) -> int:
@@ -216,7 +219,8 @@ class Pool:
         """Stop pre-faulting, close the descriptor, unmap. Idempotent; safe while views of objects are alive.
 
         As long as somebody holds such a view the memory stays mapped and usable for him. Objects may be released
-        afterwards; nothing can be allocated.
+        afterwards; nothing can be allocated. Unmapping takes the kernel a second for some GiB, so a large arena is
+        unmapped in a thread of its own.
         """
         with self.lock:
             if self._closed:
@@ -225,13 +229,21 @@ class Pool:
         if self._prefault is not None:
             self._prefault.stop()
         os.close(self.fd)
-        with contextlib.suppress(BufferError):  # views are alive: the last of them unmaps
-            self._view.release()
-            self._map.close()
+        mapping = cast("mmap.mmap", self._view.obj)
+        self._view = memoryview(b"")  # from now on views of objects keep the mapping, and nothing else does
+        if self.nbytes <= _SOON_UNMAPPED:
+            _unmap(mapping)
+        else:
+            threading.Thread(target=_unmap, args=(mapping,), name="lmkv-unmap", daemon=True).start()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.free_bytes} free"
         return f"<Pool of {self.nbytes} bytes, {state}>"
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # views are alive: the last of them unmaps
+        mapping.close()
 
 
 def _round_up(nbytes: int, unit: int) -> int:
