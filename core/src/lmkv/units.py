@@ -106,7 +106,7 @@ def format_seconds(seconds: float) -> str:
     for unit in ("d", "h", "m", "s", "ms", "us"):
         if exact and exact % TIMES[unit] == 0:
             return f"{int(exact / TIMES[unit])}{unit}"
-    return f"{exact:f}s"
+    return f"{exact:f}s" if exact else "0s"
 
 
 def shown(value: object, annotation: object = None) -> str:

@@ -34,7 +34,7 @@ def json_schema(host: PluginHost) -> dict[str, Any]:
         with contextlib.suppress(LmkvError):
             models[name] = host.options_model(name)
     own = list(_own(Config))
-    wanted = list(dict.fromkeys([*own, *models.values(), NoOptions]))
+    wanted: list[type[BaseModel]] = list(dict.fromkeys([*own, *models.values(), NoOptions]))
     refs, schema = models_json_schema([(model, "validation") for model in wanted], ref_template="#/$defs/{model}")
     definitions = schema["$defs"]
     for model in own:
