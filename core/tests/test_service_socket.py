@@ -117,7 +117,7 @@ class Served:
         try:
             serving = server.serve(None, self.path, stop=self.stopping, start=start, **options)  # type: ignore[arg-type]
             self.loop.run_until_complete(serving)
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001  whatever it is, the test looks at it
             self.error = e
         finally:
             self.loop.close()

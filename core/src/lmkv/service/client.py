@@ -88,7 +88,7 @@ class SocketConnection(Connection):
             reply, fd = wire.receive_welcome(sock, deadline)
             welcome = _checked(reply)
             if fd is None:
-                raise ProtocolError("the service's welcome came without the pool")
+                raise ProtocolError("the service's welcome came without the pool")  # noqa: TRY301  closes the socket
             return cls(sock, welcome, Pool.attach(fd, welcome.pool_bytes, prefault=prefault))
         except BaseException:
             sock.close()
@@ -376,7 +376,7 @@ class SocketClient(StorageClient):
         try:
             assert self._revive is not None
             self._revive()
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  it failed, for whatever reason: said, and tried again later
             log.warning("%s: cannot start the service: %s", self.name, e)
         return pause
 
