@@ -335,29 +335,32 @@ class Session:
     def _commit(self, message: p.Commit) -> None:
         slots = self.reservations.pop(message.reservation, [])
         failed = set(message.failed)
+        tokens = 0
         for i, slot in enumerate(slots):
-            self._fill_ended(slot, stored=i not in failed)
+            if self._fill_ended(slot, stored=i not in failed) and slot.shard == 0:
+                tokens += slot.entry.pages * self._manager.chunk_tokens // slot.entry.namespace.chunk_pages
+        self._metrics.inc("lmkv_stored_tokens_total", tokens)
 
     def _abort(self, message: p.Abort) -> None:
         for slot in self.reservations.pop(message.reservation, []):
             self._fill_ended(slot, stored=False)
 
-    def _fill_ended(self, slot: Slot, *, stored: bool) -> None:
+    def _fill_ended(self, slot: Slot, *, stored: bool) -> bool:
+        """A client has let go of a frame that it filled, or not; whether it was stored."""
         entry, shard, obj = slot
         part = entry.shards[shard]
         part.filling = 0
         self._stack.filling_bytes -= obj.nbytes
-        if stored and not entry.doomed:
+        stored = stored and not entry.doomed
+        if stored:
             self._stack.store(entry, shard, obj)
             self._supersede(entry)
-            if shard == 0:
-                tokens = entry.pages * self._manager.chunk_tokens // entry.namespace.chunk_pages
-                self._metrics.inc("lmkv_stored_tokens_total", tokens)
         else:
             self._metrics.inc("lmkv_dropped_stores_total", reason="aborted")
             self._stack.forget_if_gone(entry, shard, MissReason.NEVER_STORED)
         obj.release("fill")
         self._stack.settle(entry)
+        return stored
 
     def _supersede(self, entry: Entry) -> None:
         """Tails that `entry` contains whole are of no more use."""

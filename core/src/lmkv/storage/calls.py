@@ -158,7 +158,7 @@ class Calls:
         )
 
     def _warn(self, text: str) -> None:
-        log.warning("tier %s: %s", self._tier, text, extra={"repeat": f"tier-{self._tier}"})
+        log.warning("tier %s: %s", self._tier, text, extra={"key": ("tier", self._tier)})
 
 
 def _settle(request: Request, waiting: asyncio.Future[list[Outcome]], outcomes: list[Outcome]) -> None:

@@ -185,8 +185,10 @@ class Loads:
         if reason is MissReason.CORRUPT:
             tier.set_aside([key])
             self._stack.metrics.inc("lmkv_corrupt_frames_total", tier=tier.name)
-        elif reason is MissReason.EVICTED:
+        elif reason is MissReason.EVICTED and tier.shared:
             tier.forget(key)
+        elif reason is MissReason.EVICTED:
+            tier.delete([key])  # should the store have been wrong, nothing uncounted stays in it
         else:
             return
         self._stack.lost(want.entry, want.shard, tier, reason)

@@ -185,17 +185,21 @@ class Tier:
         codec = codec or self.settings.codec
         keys = [item.key for item in items]
         dying = list(self._dying)
-        deleted = False
+        deleted = broke_off = False
         for item in items:
             self._pending[item.key] = item.object.nbytes
             self.used += item.object.nbytes
 
         def work() -> list[Outcome]:
-            nonlocal deleted
+            nonlocal deleted, broke_off
             if dying:
                 self.backend.delete(dying)
                 deleted = True
-            return list(self.backend.put(keys, [self._encoded(item, codec) for item in items]))
+            frames = [self._encoded(item, codec) for item in items]
+            broke_off = True
+            outcomes = list(self.backend.put(keys, frames))
+            broke_off = False
+            return outcomes
 
         def finish(outcomes: list[Outcome], *, late: bool) -> None:
             if deleted:
@@ -203,6 +207,8 @@ class Tier:
             for item, outcome in zip(items, outcomes, strict=True):
                 self.used -= self._pending.pop(item.key)
                 if not outcome.ok:
+                    if broke_off and not self.shared and item.key not in self.index:
+                        self._dying[item.key] = 0  # it may have got there: nothing uncounted stays in the store
                     continue
                 if not self.shared:
                     self.record(item.key, outcome.nbytes, item.trailer.parent)
