@@ -102,7 +102,8 @@ class Extend(Message, frozen=True):
     """After a `Found` with fewer chunks than asked: page prefixes of the first chunk that was missing.
 
     Answered by `Found`. Adds the longest stored page prefix to the lease (to one of its own if `lease` is 0) and gives
-    the same counts, now with `pages`. When `chunks` were found but their lease has ended since, nothing is held and the answer's lease is 0.
+    the same counts, now with `pages`. When `chunks` were found but their lease has ended since, nothing is held and the
+    answer's lease is 0.
     """
 
     lease: int

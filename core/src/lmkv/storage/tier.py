@@ -206,14 +206,10 @@ class Tier:
                 self._buried(dying)
             for item, outcome in zip(items, outcomes, strict=True):
                 self.used -= self._pending.pop(item.key)
-                if not outcome.ok:
-                    if broke_off and not self.shared and item.key not in self.index:
-                        self._dying[item.key] = 0  # it may have got there: nothing uncounted stays in the store
-                    continue
-                if not self.shared:
-                    self.record(item.key, outcome.nbytes, item.trailer.parent)
-                if late:
-                    self.on_late_put(item.key)
+                if outcome.ok:
+                    self._stored(item, outcome.nbytes, late=late)
+                elif broke_off and not self.shared and item.key not in self.index:
+                    self._dying[item.key] = 0  # it may have got there: nothing uncounted stays in the store
 
         objects = [item.object for item in items]
         return self._run(Request("put", len(keys), work, finish, objects, priority, self.writes))
@@ -329,6 +325,12 @@ class Tier:
             msg = f"tier {self.name!r} is resident: it is borrowed from, not called"
             raise TypeError(msg)
         return self._calls.start(request)
+
+    def _stored(self, item: PutItem, nbytes: int, *, late: bool) -> None:
+        if not self.shared:
+            self.record(item.key, nbytes, item.trailer.parent)
+        if late:
+            self.on_late_put(item.key)
 
     def _tell(self, op: str, work: Callable[[], None]) -> None:
         """A call that nobody waits for."""
