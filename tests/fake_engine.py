@@ -377,7 +377,9 @@ class Node:
         return {name: count for name, count in self.on_loop(self.manager.holds).items() if count and name != "sessions"}
 
     def close(self) -> None:
-        """Nothing may be held; then stop."""
+        """Nothing may be held; then stop. Idempotent."""
+        if self.host.closed:
+            return
         try:
             self.settle()
             assert self.held() == {}
