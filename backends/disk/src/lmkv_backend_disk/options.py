@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path  # noqa: TC003  pydantic needs it when the module is imported
@@ -47,7 +48,7 @@ class DiskOptions(BaseModel):
             while not os.path.lexists(existing):
                 existing = existing.parent
             if not stat.S_ISDIR(existing.stat().st_mode):
-                return [f"path: {existing} is no directory"]
+                return [f"path: {existing} is no directory ([Errno {errno.ENOTDIR}])"]
         except OSError as e:
             return [f"path: cannot look at {existing}: {e}"]
         if existing not in {self.path, self.path.parent} and not self.create_parents:
@@ -55,7 +56,8 @@ class DiskOptions(BaseModel):
             return [f"path: {missing} does not exist ([Errno 2]); create it, or set create_parents: true"]
         faults = []
         if not os.access(existing, os.W_OK | os.X_OK):
-            faults.append(f"path: {existing} is not writable for this user")
+            code = errno.EROFS if os.statvfs(existing).f_flag & os.ST_RDONLY else errno.EACCES
+            faults.append(f"path: {existing} is not writable for this user ([Errno {code}])")
         if context.capacity is not None:
             faults += self._space(existing, context.capacity)
         return faults
