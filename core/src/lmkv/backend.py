@@ -1,6 +1,6 @@
 """The contract of a storage backend: moves frames by key, and does nothing else.
 
-A backend does not retry, time out, count, check sums, compress, evict or log payloads: the tier that it is part of does.
+A backend does not retry, time out, count, check sums, compress, evict or log payloads: its tier does.
 Authors derive from one of
 
 * `StorageBackendInterface` for blocking clients (they release the GIL in their I/O; calls come from several threads),
@@ -30,7 +30,8 @@ class StorageBackendInterface(ABC):
     """Moves frames by key. Blocking, batched, thread-safe; releases the GIL in its I/O.
 
     Outcomes: one per key, in order. A miss and a refusal are values. `FAILED` is about that key only. An exception
-    means that the whole tier is ill: raise `BackendError` (or let an `OSError` through); every key then counts as failed.
+    means that the whole tier is ill: raise `BackendError` (or let an `OSError` through); every key then counts as
+    failed.
 
     Buffers: the caller owns every memory object. `get` fills memory that the tier allocated; `put` may not keep a
     reference after it returned. On anything but OK a buffer's content is undefined and the tier throws it away.
@@ -65,10 +66,10 @@ class StorageBackendInterface(ABC):
         """Everything stored, oldest use first. Only called when `capabilities.scan`."""
         return iter(())
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
+    def touch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027  a default, not a duty
         """Hint that `keys` were used, for stores that remember it over a restart. Default: nothing."""
 
-    def describe(self, namespace: bytes, text: str) -> None:
+    def describe(self, namespace: bytes, text: str) -> None:  # noqa: B027  a default, not a duty
         """Keep `text` (the namespace's canonical JSON) beside the frames, for people. Default: nothing."""
 
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
@@ -79,14 +80,14 @@ class StorageBackendInterface(ABC):
         """Remove every frame (of one namespace). Default: delete what `scan` lists."""
         self.delete([f.key for f in self.scan() if namespace is None or f.key.namespace == namespace])
 
-    def attach(self, pool: Pool) -> None:
+    def attach(self, pool: Pool) -> None:  # noqa: B027  a default, not a duty
         """Called once before use when `capabilities.registered_memory`."""
 
     def health(self) -> Health:
         """A quick look at whether the store can be used now; may do one small I/O."""
         return Health(HealthState.OK)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a default, not a duty
         """Give back every resource. Idempotent. Default: nothing."""
 
 

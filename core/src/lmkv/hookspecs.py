@@ -1,4 +1,4 @@
-"""Every hook. A plugin module marks its functions with `hookimpl` and names itself in the entry-point group ``lmkv``."""
+"""Every hook. A plugin module marks its functions with `hookimpl` and is named in the entry-point group ``lmkv``."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ class EvictionPolicy(Protocol):
     def remove(self, key: ChunkKey) -> None:
         """`key` has gone (evicted, deleted, failed). Unknown keys are ignored."""
 
-    def victims(self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]) -> Iterable[ChunkKey]:
+    def victims(
+        self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
+    ) -> Iterable[ChunkKey]:
         """Keys to evict, in order, until `nbytes` are covered; only keys for which `free(key)` holds.
 
         May give fewer. Does not change the policy's own state; the tier calls `remove` for what it evicts.
