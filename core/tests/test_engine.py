@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -570,7 +571,9 @@ def test_answers_that_come_too_late_hold_nothing(host: ThreadHost, engine: Cache
     go.set()
     engine.release(hit.lease)
     assert pages.untouched(np.arange(100, PAGES))
-    assert held(engine) == {}
+    until = time.monotonic() + 20
+    while held(engine):  # the answer comes after this question
+        assert time.monotonic() < until
 
 
 def test_a_lease_that_has_ended_gives_nothing(engine: CacheEngine, pages: Pages) -> None:

@@ -36,6 +36,8 @@ BATCH_BYTES: Final = 256 << 20
 POOL_SHARE: Final = 8
 FRAMES_PER_RESERVE: Final = 64
 FRAMES_PER_ACQUIRE: Final = 8
+ACQUIRE_BYTES: Final = 64 << 20
+"""An acquire is answered when all of it is there; of large frames it takes fewer, so that copying begins sooner."""
 ACQUIRES_UNDER_WAY: Final = 3
 """Scattering the first overlaps with loading the others, and staging holds a bounded number of frames."""
 RESERVE_SECONDS: Final = 10.0
@@ -81,6 +83,7 @@ class Transfer:
         self._shard = shard
         self._gpu = gpu
         self._page_bytes = namespace.page_bytes[shard]
+        self._chunk_bytes = self._page_bytes * namespace.chunk_pages
 
     @property
     def gpu(self) -> GPUConnector:
@@ -212,7 +215,7 @@ class Transfer:
         _ = self.gpu
         arrived = [False] * len(items)
         until = time.monotonic() + timeout
-        waiting = deque(_runs(items))
+        waiting = deque(_runs(items, max(1, min(FRAMES_PER_ACQUIRE, ACQUIRE_BYTES // self._chunk_bytes))))
         asked: deque[tuple[range, Future[Reply]]] = deque()
         try:
             with self._client.connection() as link:
@@ -292,11 +295,11 @@ def _note_absent(reserved: Reserved, batch: list[int], results: list[StoreResult
             results[i] = StoreResult.REJECTED
 
 
-def _runs(items: Sequence[RetrieveItem]) -> Iterator[range]:
-    """Runs of items with consecutive indices, none longer than one acquire."""
+def _runs(items: Sequence[RetrieveItem], most: int) -> Iterator[range]:
+    """Runs of items with consecutive indices, none with more than `most`."""
     start = 0
     for end in range(1, len(items) + 1):
-        if end == len(items) or items[end].index != items[end - 1].index + 1 or end - start == FRAMES_PER_ACQUIRE:
+        if end == len(items) or items[end].index != items[end - 1].index + 1 or end - start == most:
             yield range(start, end)
             start = end
 
