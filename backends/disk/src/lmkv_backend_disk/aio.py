@@ -14,7 +14,7 @@ from lmkv.types import FAILED, OK, Outcome
 from lmkv_backend_disk.backend import FolderBackend
 from lmkv_backend_disk.direct import advanced, checked_size
 from lmkv_backend_disk.names import frame_path
-from lmkv_backend_disk.trailers import TAIL, Identity, Tail
+from lmkv_backend_disk.trailers import TAIL, Tail, pack_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -117,7 +117,7 @@ class AioDiskBackend(FolderBackend, AsyncBackend):
         except BaseException:
             self.folder.remove(temp)
             raise
-        tails.append(Tail(Identity(key, len(view), inode), bytes(view[-TAIL:])))
+        tails.append(Tail(pack_identity(key, len(view), inode), bytes(view[-TAIL:])))
         return OK(len(view))
 
     async def _write(self, temp: str, view: memoryview) -> int:

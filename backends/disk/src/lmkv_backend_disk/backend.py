@@ -13,7 +13,7 @@ from lmkv_backend_disk import listing
 from lmkv_backend_disk.direct import Direct
 from lmkv_backend_disk.folder import DiskError, Folder
 from lmkv_backend_disk.names import frame_path, parse
-from lmkv_backend_disk.trailers import TAIL, Identity, Tail
+from lmkv_backend_disk.trailers import TAIL, Tail, pack_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -160,7 +160,7 @@ class DiskBackend(FolderBackend):
         except BaseException:
             self.folder.remove(temp)
             raise
-        tails.append(Tail(Identity(key, len(view), inode), bytes(view[-TAIL:])))
+        tails.append(Tail(pack_identity(key, len(view), inode), bytes(view[-TAIL:])))
         return OK(len(view))
 
     def _write(self, temp: str, view: memoryview) -> int:

@@ -24,22 +24,27 @@ TAIL: Final = 4096
 GENERATION_BYTES: Final = 256 << 20
 
 _MAGIC: Final = b"lmkvtail"
-_HEAD: Final = struct.Struct("<8sI")  # magic, CRC-32 of body and tail
-_BODY: Final = struct.Struct("<16sI32sQQH")  # namespace, shard, digest, file's bytes and inode, bytes of tail
+_HEAD: Final = struct.Struct("<8sIH")  # magic, CRC-32 of identity and tail, bytes of tail
+_IDENTITY: Final = struct.Struct("<16sI32sQQ")  # namespace, shard, digest, file's bytes and inode
+_MARK: Final = _HEAD.size + _IDENTITY.size
 
 
-class Identity(NamedTuple):
-    """What tells one version of a frame's file from another. A touch leaves it as it is."""
+def pack_identity(key: ChunkKey, nbytes: int, inode: int) -> bytes:
+    """What tells one version of a frame's file from another, packed: a scan has 100 000 of them. A touch leaves it."""
+    return _IDENTITY.pack(key[0], key[1], key[2], nbytes, inode)
 
-    key: ChunkKey
-    nbytes: int
-    inode: int
+
+def unpack_identity(identity: bytes) -> tuple[ChunkKey, int]:
+    """The key and the file's length in bytes."""
+    namespace, shard, digest, nbytes, _ = _IDENTITY.unpack(identity)
+    return ChunkKey(namespace, shard, digest), nbytes
 
 
 class Tail(NamedTuple):
     """The end of one frame."""
 
-    identity: Identity
+    identity: bytes
+    """See `pack_identity`."""
     data: bytes
     """At most the last 4 KiB; leading zeros are not stored."""
 
@@ -71,9 +76,9 @@ class TrailerLog:
                 self._size = 0
             self._size += os.write(self._fd, data)
 
-    def read(self) -> tuple[dict[Identity, bytes], int]:
-        """Every intact record, the later one of two with the same identity, and how many there were in all."""
-        found: dict[Identity, bytes] = {}
+    def read(self) -> tuple[dict[bytes, bytes], int]:
+        """Identity → end of the frame without leading zeros; of two records the later. And how many there were."""
+        found: dict[bytes, bytes] = {}
         records = 0
         for path in (f"{self._path}.old", self._path):
             try:
@@ -111,27 +116,23 @@ class TrailerLog:
 
 
 def _record(tail: Tail) -> bytes:
-    key, nbytes, inode = tail.identity
     data = tail.data[-TAIL:].lstrip(b"\0")
-    body = _BODY.pack(key.namespace, key.shard, key.digest, nbytes, inode, len(data)) + data
-    return _HEAD.pack(_MAGIC, zlib.crc32(body)) + body
+    body = tail.identity + data
+    return _HEAD.pack(_MAGIC, zlib.crc32(body), len(data)) + body
 
 
-def _parse(data: bytes, into: dict[Identity, bytes]) -> int:
+def _parse(data: bytes, into: dict[bytes, bytes]) -> int:
     """Add the intact records of `data`, and count them."""
     records = 0
-    view = memoryview(data)
     at = data.find(_MAGIC)
-    while 0 <= at <= len(data) - _HEAD.size - _BODY.size:
-        start = at + _HEAD.size
-        namespace, shard, digest, nbytes, inode, length = _BODY.unpack_from(data, start)
-        begin = start + _BODY.size
-        end = begin + length
-        if _HEAD.unpack_from(data, at) == (_MAGIC, zlib.crc32(view[start:end])) and end <= len(data):
+    while 0 <= at <= len(data) - _MARK:
+        magic, checksum, length = _HEAD.unpack_from(data, at)
+        end = at + _MARK + length
+        body = data[at + _HEAD.size : end]
+        if magic == _MAGIC and checksum == zlib.crc32(body) and end <= len(data):
+            into[body[: _IDENTITY.size]] = body[_IDENTITY.size :]
             records += 1
-            key = ChunkKey(namespace, shard, digest)
-            into[Identity(key, nbytes, inode)] = bytes(view[begin:end]).rjust(min(TAIL, nbytes), b"\0")
-            at = data.find(_MAGIC, end) if data[end : end + len(_MAGIC)] != _MAGIC else end
+            at = end
         else:  # cut short by a crash: the next record begins somewhere behind
             at = data.find(_MAGIC, at + 1)
     return records
