@@ -281,6 +281,8 @@ class Session:
         namespace = self._namespace(message.namespace)
         if not 0 <= message.shard < namespace.shards:
             raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
+        for frame in message.frames:
+            _check_frame(namespace, frame)  # all of them before any gets memory
         number = self._manager.holdings.number()
         slots: list[Slot] = []
         offsets: list[int] = []
@@ -307,12 +309,6 @@ class Session:
         self, namespace: NamespaceIndex, shard: int, number: int, frame: p.NewFrame, length: int
     ) -> Slot | int:
         prefixes = split_digests(frame.prefixes)
-        if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
-            raise ProtocolError(
-                f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}"
-            )
-        if len(prefixes) != frame.pages - 1 or len(frame.parent) not in {0, DIGEST_BYTES}:
-            raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(prefixes)} page prefixes")
         entry = namespace.entries.get(frame.digest)
         part = None if entry is None else entry.shards.get(shard)
         if part is not None and (part.present or part.filling):
@@ -388,3 +384,15 @@ def _present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]
             break
         entries.append(entry)
     return entries
+
+
+def _check_frame(namespace: NamespaceIndex, frame: p.NewFrame) -> None:
+    """Whether a frame can be what it says; `ProtocolError` if not."""
+    if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
+        raise ProtocolError(f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}")
+    prefixes = split_digests(frame.prefixes)
+    if len(prefixes) != frame.pages - 1 or len(frame.parent) not in {0, DIGEST_BYTES}:
+        raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(prefixes)} page prefixes")
+    entry = namespace.entries.get(frame.digest)
+    if entry is not None and entry.pages != frame.pages:
+        raise ProtocolError(f"a frame of {frame.pages} pages under a digest that names {entry.pages}")
