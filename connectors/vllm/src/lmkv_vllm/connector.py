@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.errors import LmkvError
 from lmkv_vllm.geometry import check_chunk, layout_tags, namespace_extra, read_geometry, read_layout
-from lmkv_vllm.guard import guarded, logger
+from lmkv_vllm.guard import guarded, join_logging, logger
 from lmkv_vllm.identity import model_identity
 from lmkv_vllm.link import Link, stack_config
 from lmkv_vllm.metadata import Handshake, StepMetadata, WorkerReport
@@ -57,6 +57,7 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_logging()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -20,6 +20,17 @@ INTERVAL: Final = 30.0
 """Seconds between two log lines about the same place."""
 
 
+def join_logging() -> None:
+    """Let what lmkv logs in this process go where vLLM's own log goes, in its form."""
+    ours, theirs = logging.getLogger("lmkv"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    ours.propagate = False
+
+
 class Incidents:
     """Errors caught at the seam, by place. Thread-safe."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError
 from lmkv_vllm.guard import INCIDENTS, logger
+from lmkv_vllm.start import start_apart
 from lmkv_vllm.threads import spread
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from lmkv_vllm.settings import Settings
 
 ATTEMPT_SECONDS: Final = 10.0
-"""One attempt to reach a service of the operator's."""
+"""One attempt to reach a service."""
 PAUSE_SECONDS: Final = 1.0
 
 
@@ -118,15 +120,19 @@ class Link:
         return True
 
     def _connect(self) -> StorageClient:
-        from lmkv.service import SocketClient, connect_or_start  # noqa: PLC0415  msgspec and sockets, in this thread
-        from lmkv.service.files import default_socket  # noqa: PLC0415
+        from lmkv.service import SocketClient  # noqa: PLC0415  msgspec and sockets, in this thread
+        from lmkv.service.files import answers, default_socket  # noqa: PLC0415
 
         config = self._config
         if config is None:
-            assert self._settings.socket is not None
-            return SocketClient(self._settings.socket, self._name, timeout=ATTEMPT_SECONDS, prefault=self._copies)
-        path = config.service.socket or default_socket(config.text)
-        return connect_or_start(config.text, path, self._name, linger=config.service.linger, prefault=self._copies)
+            path, revive = self._settings.socket, None
+            assert path is not None
+        else:
+            path = str(config.service.socket or default_socket(config.text))
+            revive = partial(start_apart, config.text, path, config.service.linger)
+            if not answers(path):
+                revive()
+        return SocketClient(path, self._name, timeout=ATTEMPT_SECONDS, prefault=self._copies, revive=revive)
 
     def _call_back(self) -> None:
         while True:

@@ -37,7 +37,8 @@ IDLE_WAIT: Final = 0.005
 """Seconds that a step without computation waits for a load: an engine with nothing else to do would only ask again."""
 IMPATIENT_SECONDS: Final = 10.0
 """After a save that did not end in time the next ones are not waited for: the service is stuck."""
-SHUTDOWN_SECONDS: Final = 5.0
+SHUTDOWN_SECONDS: Final = 2.0
+"""vLLM kills a worker that has not ended after 5 s."""
 
 
 class DroppedError(LmkvError):

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_vllm import FakeVLLM, stack
+
+from lmkv.service import LocalClient, ThreadHost
+from lmkv.service.protocol import GetHealth, HealthReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Rig:
+    """Services and engines of one test, and what they must have left at its end: nothing."""
+
+    def __init__(self) -> None:
+        self.hosts: list[ThreadHost] = []
+        self.engines: list[FakeVLLM] = []
+
+    def host(self, **settings: Any) -> ThreadHost:
+        self.hosts.append(ThreadHost(stack(**settings)))
+        return self.hosts[-1]
+
+    def engine(self, host: ThreadHost | None = None, **arguments: Any) -> FakeVLLM:
+        if host is None:
+            host = self.hosts[-1] if self.hosts else self.host(ranks=arguments.get("ranks", 1))
+        self.engines.append(FakeVLLM(host, **arguments))
+        return self.engines[-1]
+
+    def health(self, host: ThreadHost | None = None) -> HealthReport:
+        client = LocalClient(host or self.hosts[-1], "test")
+        report = client.call(GetHealth()).result(5)
+        client.close()
+        assert isinstance(report, HealthReport)
+        return report
+
+    def nothing_held(self, seconds: float = 3.0) -> None:
+        """No lease, hold or reservation is left anywhere."""
+        until = time.monotonic() + seconds
+        for host in self.hosts:
+            while any(count for name, count in self.health(host).holds.items() if name not in {"sessions", "pins"}):
+                assert time.monotonic() < until, self.health(host).holds
+                time.sleep(0.005)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+        for host in self.hosts:
+            host.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    try:
+        yield made
+        made.nothing_held()
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def counter(rig: Rig) -> Callable[[str], float]:
+    """The value of one counter of the service, summed over labels."""
+
+    def read(name: str) -> float:
+        return sum(value for key, value in rig.health().counters.items() if key.split("{")[0] == name)
+
+    return read
