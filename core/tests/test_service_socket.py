@@ -20,7 +20,7 @@ import pytest
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError, ProtocolError
 from lmkv.memory import Pool
-from lmkv.service import client as client_module
+from lmkv.service import connection as connection_module
 from lmkv.service import files, peer, server, wire
 from lmkv.service.client import SocketClient
 from lmkv.service.protocol import (
@@ -275,7 +275,7 @@ def test_another_version_is_told_what_to_do(served: Served) -> None:
 
 
 def test_another_version_of_the_service_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "VERSION", 7)
+    monkeypatch.setattr(connection_module, "VERSION", 7)
     service = Served(path)
     with pytest.raises(ProtocolError, match="speaks version 1 of the protocol, this client version 7"):
         SocketClient(service.path, "old")
@@ -412,7 +412,7 @@ def test_what_waits_for_a_tier_is_bounded(
 
 def test_a_service_that_does_not_read_blocks_no_caller(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is full: calls return at once, and when too much waits it counts as gone."""
-    monkeypatch.setattr(client_module, "BACKLOG_BYTES", 4 << 20)
+    monkeypatch.setattr(connection_module, "BACKLOG_BYTES", 4 << 20)
     pool = Pool.create(4096, prefault=False)
     listener = files.listen(str(path))
     listener.setblocking(True)

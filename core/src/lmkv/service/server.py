@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ConfigError, LmkvError, ProtocolError
 from lmkv.service import files, wire
-from lmkv.service.client import version_message
+from lmkv.service.connection import version_message
 from lmkv.service.host import start_storage, welcome_of
 from lmkv.service.peer import Peer
 from lmkv.service.protocol import VERSION, Hello
