@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError, ProtocolError
@@ -30,6 +30,7 @@ def test_a_request_is_no_reply() -> None:
     assert wire.decode_reply(wire.encode(1, Found(1, 2))[4:]) == (1, Found(1, 2))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.binary(max_size=300), max_size=8), st.randoms(use_true_random=False))
 def test_bodies_survive_any_cut_of_the_stream(bodies: list[bytes], random: object) -> None:
     stream = b"".join(wire.LENGTH.pack(len(body)) + body for body in bodies)
@@ -41,6 +42,7 @@ def test_bodies_survive_any_cut_of_the_stream(bodies: list[bytes], random: objec
     assert found == bodies
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.binary(max_size=400))
 def test_a43_random_bytes_are_refused_or_understood(data: bytes) -> None:
     framer = wire.Framer(limit=1 << 16)
