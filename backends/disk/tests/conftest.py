@@ -33,7 +33,7 @@ def open_disk(tmp_path: Path, io: str) -> Iterator[Open]:
     def make(path: Path | None = None, **options: object) -> FolderBackend:
         model = DiskOptions.model_validate({"path": path or tmp_path / "store", "io": io, **options})
         backend = create(model, BackendContext(tier="disk"))
-        made.append(backend)  # type: ignore[arg-type]
+        made.append(backend)
         return made[-1]
 
     yield make

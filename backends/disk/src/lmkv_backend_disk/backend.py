@@ -173,13 +173,20 @@ class DiskBackend(FolderBackend):
             os.close(fd)
 
 
-def create(options: BaseModel, context: BackendContext) -> StorageBackendInterface:
-    """The backend in the way of doing I/O that `options.io` says."""
-    if cast("DiskOptions", options).io == "aiofiles":
-        from lmkv_backend_disk.aio import AioDiskBackend  # noqa: PLC0415  aiofiles only where it is asked for
+class DiskFactory:
+    """Builds the backend in the way of doing I/O that `options.io` says."""
 
-        return AioDiskBackend(options, context)
-    return DiskBackend(options, context)
+    capabilities = FolderBackend.capabilities
+
+    def __call__(self, options: BaseModel, context: BackendContext) -> FolderBackend:
+        """Take the directory. Raises `ConfigError` if it is not usable or somebody else's."""
+        if cast("DiskOptions", options).io == "aiofiles":
+            from lmkv_backend_disk.aio import AioDiskBackend  # noqa: PLC0415  aiofiles only where it is asked for
+
+            return AioDiskBackend(options, context)
+        return DiskBackend(options, context)
 
 
-__all__ = ["DiskBackend", "DiskError", "FolderBackend", "create"]
+create = DiskFactory()
+
+__all__ = ["DiskBackend", "DiskError", "DiskFactory", "FolderBackend", "create"]
