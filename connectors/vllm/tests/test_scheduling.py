@@ -44,7 +44,7 @@ def test_a08_whole_prompt_stored(rig: Any) -> None:
 
 
 def test_a09_engine_owns_a_part(rig: Any) -> None:
-    """12 stored, the engine has 6, which is no multiple of a chunk: 4 more are offered, none of the first 6 is written."""
+    """12 stored, the engine has 6, no multiple of a chunk: 4 more are offered, none of the first 6 is written."""
     engine = rig.engine(caching=True)
     engine.ask(tokens(12))
     engine.blocks.forget()
@@ -95,7 +95,7 @@ def test_page_granular(rig: Any) -> None:
     """A prompt that diverges in the middle of a chunk gets the pages of it that it shares."""
     engine = rig.engine()
     engine.ask(tokens(20), max_tokens=1)
-    other = tokens(18) + [90, 91, 92]
+    other = [*tokens(18), 90, 91, 92]
     request = engine.ask(other)
     assert request.external == 18
     assert request.output == truth(other, 3)
@@ -270,7 +270,7 @@ def test_lookup_deadline(rig: Any) -> None:
 
 
 def test_fence(rig: Any) -> None:
-    """A save still reads pages that the engine has given away: the step waits, or the save is dropped, never garbage."""
+    """A save reads pages that the engine has given away: the step waits, or the save is dropped, never garbage."""
     engine = rig.engine(blocks=12, settings=Settings(fence_deadline=0.05))
     inner = engine.workers[0]._gpu.inner
     gather = inner.gather
@@ -368,7 +368,7 @@ def test_full_backlog(rig: Any) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_traffic(rig: Any, seed: int, ranks: int) -> None:
-    """Shared prefixes, few pages, aborts anywhere, slow copies, failing loads: every answer is right, nothing is left."""
+    """Shared prefixes, few pages, aborts anywhere, slow copies, failing loads: every answer right, nothing left."""
     dice = random.Random(seed)
     engine = rig.engine(
         rig.host(ranks=ranks),

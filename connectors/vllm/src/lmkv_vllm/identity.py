@@ -135,7 +135,7 @@ class RequestExtras:
             adapter=lora.lora_name if lora is not None else "",
             adapter_version=self._adapter_version(lora) if lora is not None else "",
             media=tuple(
-                MediaSpan(f.mm_position.offset, f.mm_position.length, f.identifier)
+                MediaSpan(start=f.mm_position.offset, length=f.mm_position.length, identity=f.identifier)
                 for f in features or ()
                 if f.mm_position.length > 0
             ),
