@@ -1,6 +1,6 @@
 """The kit for backend authors, and faults for those who test what stands on backends. Needs pytest.
 
-* `BackendSuite`: derive a test class from it, say how to build your backend, run pytest. `ResidentSuite`: for host memory.
+* `BackendSuite`: derive a test class from it, say how to build your backend, run pytest (`ResidentSuite`: host memory).
 * `FaultyBackend`: any backend, with a script of what goes wrong when.
 * `make_key`, `make_payload`, `make_memory`: material for tests of your own.
 """
