@@ -88,7 +88,7 @@ class ContractTests:
                 assert load(backend, make_key(number), size) == payload
 
     def test_frame_too_large(self, backend: StorageBackendInterface) -> None:
-        """What exceeds `max_frame_bytes` is refused as a value, and leaves what was there; without a limit it is taken."""
+        """What exceeds `max_frame_bytes` is refused as a value and leaves what was there; with no limit it is taken."""
         limit = backend.capabilities.max_frame_bytes
         if limit is None:
             store(backend, [make_key(1)], [make_payload(1, 4 * max(self.sizes))])
