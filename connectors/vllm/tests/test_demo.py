@@ -78,9 +78,10 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_server_that_ends_shows_its_log(tmp_path: Path) -> None:
-    server = Server("no/such/model", ["--no-such-option"], log=tmp_path / "log")
-    with pytest.raises(ServerError, match="no-such-option"), server:
-        server.wait_until_ready(120)
+    server = Server("no/such/model", [], log=tmp_path / "log")
+    server._command = [sys.executable, "-c", "raise SystemExit('there is no such model')"]
+    with pytest.raises(ServerError, match="there is no such model"), server:
+        server.wait_until_ready(60)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -232,14 +233,44 @@ def test_a11_service_forgets_in_between(rig: Any) -> None:
     """The service is replaced between look-up and load: no page is taken for loaded, the engine computes."""
     engine = rig.engine()
     engine.ask(tokens(13), max_tokens=1)
+    admit = engine.scheduler._admit
+    engine.scheduler._admit = lambda *given: replace(admit(*given), incarnation=1)  # type: ignore[method-assign]
     request = engine.add(Request("again", tokens(13)))
-    tracked = engine.scheduler._tracked["again"]
-    assert tracked.question is not None
-    tracked.question.incarnation += 1
+    engine.step()
+    engine.scheduler._admit = admit  # type: ignore[method-assign]
     before = engine.computed
     engine.run()
     assert request.external == 12
     assert engine.computed - before >= 13
+    assert request.output == truth(tokens(13), 3)
+
+
+@pytest.mark.parametrize("place", ["hits_of", "load_items", "frames_of"])
+def test_own_error_never_strands_a_request(rig: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Our code raises where the engine waits for a load, or while saves are planned: the request is computed."""
+    engine = rig.engine()
+    engine.ask(tokens(13), max_tokens=1)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"lmkv_vllm.scheduler.{place}", fails)
+        again = engine.ask(tokens(13))
+    assert again.output == truth(tokens(13), 3)
+    assert engine.ask(tokens(13)).external == 12
+
+
+def test_service_gone(rig: Any) -> None:
+    """Nothing is offered while the service cannot be reached, nor what an earlier one had found."""
+    engine = rig.engine()
+    engine.ask(tokens(13), max_tokens=1)
+    request = engine.add(Request("again", tokens(13)))
+    cache = engine.scheduler._engine
+    assert cache is not None
+    cache.client.close()
+    engine.run()
+    assert request.external == 0
     assert request.output == truth(tokens(13), 3)
 
 

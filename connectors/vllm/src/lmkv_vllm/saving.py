@@ -54,9 +54,9 @@ class Saves:
         """Page → the last save that reads it."""
 
     @property
-    def pending(self) -> int:
-        """Saves that some worker has not reported."""
-        return len(self._pages)
+    def youngest(self) -> int:
+        """The last save that some worker has not reported; 0: there is none."""
+        return next(reversed(self._pages), 0)
 
     def add(self, frames: Sequence[NewFrame], pages: Sequence[int]) -> Save | None:
         """A save of these pages; None where there is nothing to save, or a page is vLLM's null block."""

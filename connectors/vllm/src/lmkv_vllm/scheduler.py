@@ -23,7 +23,7 @@ from lmkv_vllm.geometry import check_chunk, same_pages
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.identity import RequestExtras, cacheable
 from lmkv_vllm.lookups import NOTHING, Hasher, Question, tokens_from
-from lmkv_vllm.metadata import Load, Save, StepMetadata
+from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.requests import Tracked, hits_of, load_items
 from lmkv_vllm.saving import Saves, frames_of, written_pages
 
@@ -177,11 +177,13 @@ class SchedulerSide:
     def _answer(self, tracked: Tracked) -> Hit | None:
         """The hit; None while there is time left to wait for it."""
         engine, question, now = self._engine, tracked.question, time.monotonic()
-        if engine is None:
+        if engine is None or not engine.client.connected:
             return NOTHING
-        if question is not None and question.hashed and now - question.begun > HELD_SECONDS:
-            self._let_go(tracked)
-            question = None
+        if question is not None and question.hashed:
+            other = question.incarnation != engine.client.incarnation
+            if other or now - question.begun > HELD_SECONDS:
+                self._let_go(tracked)
+                question = None
         if question is None:
             question = self._begin(engine, tracked)
         first = not question.deadline
@@ -206,10 +208,25 @@ class SchedulerSide:
     # --- admission ---
 
     def admitted(self, request: Any, page_ids: list[int], external: int) -> None:
-        """The engine has pages for the request; `external` tokens are to be loaded. Called again after the load."""
+        """The engine has pages for the request; `external` tokens are to be loaded. Called again after the load.
+
+        Whatever happens here, a load that the engine waits for is handed to the workers, and if only to fail there.
+        """
+        load: Load | None = None
+        try:
+            load = self._admit(request, page_ids, external)
+        except Exception as error:  # noqa: BLE001  see above
+            INCIDENTS.note("admission", f"{type(error).__name__}: {error}", error=error)
+        if external > 0 and load is None:
+            wanted = tuple(page_ids[-(external // self._geometry.page_tokens) :])
+            load = Load(request.request_id, 0, 0, (LoadItem(0, 0, wanted),))
+        if load is not None:
+            self._loads.append(load)
+
+    def _admit(self, request: Any, page_ids: list[int], external: int) -> Load | None:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.admitted == request.num_preemptions:
-            return
+            return None
         tracked.admitted = request.num_preemptions
         if tracked.stale is not None and tracked.admitted > tracked.stale:
             tracked.stale = None  # it computes everything anew
@@ -223,13 +240,13 @@ class SchedulerSide:
             tracked.hits = hits_of(hit, computed, external, self._chunk_tokens)
         if question is None or not hit.lease or not 0 < external <= offered:
             self._let_go(tracked)
-            return
+            return None
         items = load_items(page_ids, computed, external, self._geometry.page_tokens, self._chunk_tokens)
-        self._loads.append(Load(request.request_id, hit.lease, question.incarnation, items))
         tracked.loading = True
         self._loading[request.request_id] = tracked
         if self._engine is not None and self._engine.client.incarnation == question.incarnation:
             self._engine.trim(hit.lease, items[0].index)
+        return Load(request.request_id, hit.lease, question.incarnation, items)
 
     @property
     def _chunk_tokens(self) -> int:
@@ -241,18 +258,23 @@ class SchedulerSide:
     # --- steps ---
 
     def step(self, scheduler_output: Any) -> StepMetadata:
-        """What the workers do in the step that was just scheduled."""
+        """What the workers do in the step that was just scheduled. Loads are in it, whatever happens to the rest."""
         loads, self._loads = tuple(self._loads), []
         news, self._news = self._news, None
-        early = self._early_saves()
-        fence = 0
-        if self._saves.pending:
-            fence = self._saves.fence(written_pages(scheduler_output, loads, self._geometry.page_tokens))
-        saves = self._step_saves(scheduler_output) if self._writes and self._engine is not None else ()
-        if self._counts and self._engine is not None:
-            self._engine.client.send(Observe(self._counts))
-            self._counts = {}
-        return StepMetadata(news, loads, saves, early, fence, idle=not scheduler_output.total_num_scheduled_tokens)
+        meta = StepMetadata(news, loads, idle=not scheduler_output.total_num_scheduled_tokens)
+        meta.fence = self._saves.youngest
+        try:
+            meta.early_saves = self._early_saves()
+            # Before the step's own saves are added: what they read is written in this step.
+            meta.fence = self._saves.fence(written_pages(scheduler_output, loads, self._geometry.page_tokens))
+            if self._writes and self._engine is not None:
+                meta.saves = self._step_saves(scheduler_output)
+            if self._counts and self._engine is not None:
+                self._engine.client.send(Observe(self._counts))
+                self._counts = {}
+        except Exception as error:  # noqa: BLE001  what is not saved is a miss later
+            INCIDENTS.note("step", f"{type(error).__name__}: {error}", error=error)
+        return meta
 
     def _step_saves(self, scheduler_output: Any) -> tuple[Save, ...]:
         """Chunks that will be complete when this step is done."""

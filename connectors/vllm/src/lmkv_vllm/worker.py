@@ -137,7 +137,11 @@ class WorkerSide:
         for load in meta.loads:
             with self._changed:
                 self._running.add(load.request)
-            self._load_lane.submit(partial(self._load, load, self._namespace, until))
+            try:
+                self._load_lane.submit(partial(self._load, load, self._namespace, until))
+            except Exception as error:  # noqa: BLE001  no thread to be had: the engine must hear of it all the same
+                INCIDENTS.note("load", f"{type(error).__name__}: {error}", error=error)
+                self._loaded(load, [False] * len(load.items))
 
     def after_step(self, meta: StepMetadata) -> None:
         """The step's pages are computed: begin its saves."""
