@@ -75,16 +75,54 @@ def test_core_and_one_backend_list_their_plugins(clean: Clean) -> None:
 
 def test_a_strangers_backend_is_listed_checked_and_used(clean: Clean, tmp_path: Path) -> None:
     assert "lmkv-backend-example" in clean.run("lmkv", "plugins")
+    frames = tmp_path / "frames"
+    frames.mkdir()
     stack = tmp_path / "stack.yaml"
     stack.write_text(
-        "pool:\n  size: 64MiB\n"
+        "chunk_tokens: 64\n"
+        "pool: {size: 64MiB}\n"
         "tiers:\n"
-        "  - backend: cpu\n    capacity: 100%\n"
-        "  - backend: example\n    capacity: 64MiB\n"
-        f"    options:\n      path: {tmp_path / 'frames'}\n"
+        "  - {backend: cpu, capacity: 100%}\n"
+        f"  - {{backend: example, capacity: 64MiB, options: {{path: {frames}}}}}\n"
     )
-    checked = clean.run("lmkv", "check", str(stack))
-    assert "example" in checked
+    checked = {line.split()[0]: line for line in clean.run("lmkv", "check", str(stack)).splitlines() if line.strip()}
+    assert "ok" in checked["example"].split()
+
+    # RAM goes with the first process: what the second one gets can only be from the stranger's tier.
+    assert clean.run("python", "-c", _USE, "store", str(stack)).split() == ["128"]
+    assert any(frames.iterdir())
+    assert clean.run("python", "-c", _USE, "retrieve", str(stack)).split() == ["128", "True"]
+
+
+_USE = """
+import sys
+import numpy as np
+from lmkv.config import load_config
+from lmkv.engine import CacheEngine
+from lmkv.gpu import connector_for
+from lmkv.keys import Namespace
+from lmkv.layout import PageLayout, PageRun
+from lmkv.plugins import PluginHost
+from lmkv.service import LocalClient, ThreadHost
+
+kv = np.zeros((16, 4096), np.uint8)
+layout = PageLayout("bytes", "uint8", 16, (PageRun(buffer=0, offset=0, stride=4096, length=4096),))
+namespace = Namespace(
+    model="m", revision="r", kv_dtype="uint8", layouts=(layout.describe(),), page_bytes=(4096,), chunk_tokens=64,
+    page_tokens=16,
+)
+wanted = np.random.default_rng(0).integers(0, 255, (8, 4096), dtype=np.uint8)
+host = ThreadHost(load_config(sys.argv[2], host=PluginHost.discover()))
+engine = CacheEngine(LocalClient(host), namespace, gpu=connector_for("cpu", layout, [kv]))
+tokens = np.arange(128)
+if sys.argv[1] == "store":
+    kv[:8] = wanted
+    print(engine.store(tokens, np.arange(8)).sum())
+else:
+    print(engine.retrieve(tokens, np.arange(8, 16)).sum(), (kv[8:] == wanted).all())
+engine.close()
+host.close()
+"""
 
 
 def test_import_reaches_no_torch(clean: Clean) -> None:
