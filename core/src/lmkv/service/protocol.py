@@ -8,6 +8,8 @@ values.
 
 from __future__ import annotations
 
+import itertools
+import struct
 from typing import Final
 
 import msgspec
@@ -25,6 +27,7 @@ PRESENT: Final = -1
 """Offset in `Reserved`: the frame is there already, or somebody else is filling it."""
 REJECTED: Final = -2
 """Offset in `Reserved`: no room, or the tier stack takes no store now."""
+_DIGEST: Final = struct.Struct(f"{DIGEST_BYTES}s")
 MAX_FRAMES: Final = 1 << 16
 """Digests or frames in one message, at most."""
 
@@ -306,4 +309,4 @@ def split_digests(blob: bytes) -> list[bytes]:
     """A blob of digests as a list."""
     if len(blob) % DIGEST_BYTES or len(blob) > MAX_FRAMES * DIGEST_BYTES:
         raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each")
-    return [blob[i : i + DIGEST_BYTES] for i in range(0, len(blob), DIGEST_BYTES)]
+    return list(itertools.chain.from_iterable(_DIGEST.iter_unpack(blob)))
