@@ -27,6 +27,8 @@ BENCHES = {
     "copies": "memory:copies",
     "own-time": "memory:own_time",
     "disk": "disk:disk",
+    "vllm-misses": "vllm:misses",
+    "vllm-first-token": "vllm:first_token",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -192,8 +191,3 @@ def _load(engine: CacheEngine, keys: KeyChain, ids: Sequence[NDArray[np.int64]])
         engine.release(hit.lease)
 
     return seconds(work) / BATCH * 1e6
-
-
-def spread(values: Sequence[float]) -> str:
-    """For looking at a measurement: least, median, most."""
-    return f"{min(values):.3g} {statistics.median(values):.3g} {max(values):.3g}"
