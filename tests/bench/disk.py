@@ -45,7 +45,7 @@ class Disk:
         backend = create(DiskOptions(path=folder / "tier"), BackendContext(tier="disk"))
         settings = TierSettings(name="disk", capacity=1 << 40, deadline=600.0, threads=THREADS, queue_bytes=1 << 40)
         self.tier = Tier(0, settings, backend, LRU(), lambda _: IdentityCodec(), Metrics())
-        self.direct = backend.direct.on  # type: ignore[attr-defined]
+        self.direct = backend.direct.on
         nbytes = frame_bytes(PAYLOAD, PAGES - 1)
         self.pool = Pool.create((FRAMES + 1) * nbytes, prefault=False)
         self.trailers = [

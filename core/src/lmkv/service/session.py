@@ -360,7 +360,7 @@ class Session:
 
     def _supersede(self, entry: Entry) -> None:
         """Tails that `entry` contains whole are of no more use."""
-        if not entry.ready:
+        if not entry.ready or entry.namespace.entries.keys().isdisjoint(entry.prefixes):
             return
         for prefix in entry.prefixes:
             tail = entry.namespace.entries.get(prefix)

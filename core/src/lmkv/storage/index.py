@@ -124,8 +124,10 @@ class NamespaceIndex:
         if entry is None:
             entry = Entry(self, digest, parent, pages, prefixes)
             self.entries[digest] = entry
+            known = self._pages.setdefault
             for prefix in (*prefixes, digest):
-                self._map(prefix, entry)
+                if known(prefix, entry) is not entry:
+                    self._map(prefix, entry)
         return entry
 
     def learn(self, entry: Entry, prefixes: tuple[bytes, ...]) -> None:

@@ -12,6 +12,7 @@ until its deadline.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -54,6 +55,8 @@ class Stack:
         self._staging = staging
         self._cleaning = 0
         self._shared = sum(t.bit for t in tiers if t.shared)
+        pairs = itertools.pairwise(tiers)
+        self._demotions = [(t, low) for t, low in pairs if low.settings.write == "demote" and t.capacity is not None]
         self._room = asyncio.Event()
         self.loads = Loads(self)
         for tier in tiers:
@@ -69,16 +72,18 @@ class Stack:
         ram = self.ram
         if not staging:
             if ram is not None:
-                self.evict(ram, ram.shortfall(nbytes + self.filling_bytes))
-                if ram.shortfall(nbytes + self.filling_bytes) > 0:
-                    return None
-            used = self.pool.nbytes - self.pool.free_bytes
-            loads = used - self.filling_bytes - (0 if ram is None else ram.used)
-            reserve = max(0, self._staging - loads)
-            if self.pool.free_bytes - nbytes < reserve:
+                short = ram.shortfall(nbytes + self.filling_bytes)
+                if short > 0:
+                    self.evict(ram, short)
+                    if ram.shortfall(nbytes + self.filling_bytes) > 0:
+                        return None
+            free = self.pool.free_bytes
+            loads = self.pool.nbytes - free - self.filling_bytes - (0 if ram is None else ram.used)
+            least = nbytes + max(0, self._staging - loads)
+            if free < least:
                 if ram is not None:
-                    self.evict(ram, nbytes + reserve - self.pool.free_bytes)
-                if self.pool.free_bytes - nbytes < reserve:
+                    self.evict(ram, least - free)
+                if self.pool.free_bytes < least:
                     return None
         obj = self.pool.allocate(nbytes, owner)
         while obj is None and ram is not None and self.evict(ram, nbytes):
@@ -200,8 +205,8 @@ class Stack:
         part = entry.shards[shard]
         ram = self.ram
         if promote and ram is not None and not entry.doomed:
-            self.evict(ram, ram.shortfall(obj.nbytes))
-            if ram.shortfall(obj.nbytes) <= 0:
+            short = ram.shortfall(obj.nbytes)
+            if short <= 0 or (self.evict(ram, short) and ram.shortfall(obj.nbytes) <= 0):
                 ram.adopt(entry.key(shard), obj, entry.parent)
                 part.tiers |= ram.bit
                 self.clean()
@@ -333,10 +338,8 @@ class Stack:
 
     def clean(self) -> None:
         """Copy the next victims of each tier down to a tier of `write: demote`, ahead of their eviction."""
-        for tier, lower in zip(self.tiers, self.tiers[1:], strict=False):
-            if lower.settings.write != "demote" or tier.capacity is None:
-                continue
-            surplus = tier.used - int(CLEAN_ABOVE * tier.capacity)
+        for tier, lower in self._demotions:
+            surplus = tier.used - int(CLEAN_ABOVE * (tier.capacity or 0))
             if surplus <= 0 or self._cleaning >= CLEAN_BYTES or lower.writes.open:
                 continue
             for key in tier.victims(surplus, self._evictable(tier, written=True)):
