@@ -214,3 +214,16 @@ def test_a_client_starts_what_has_gone(path: Path) -> None:
     assert client.call(GetHealth()).result(10)
     client.close()
     services[1].stop()
+
+
+def test_what_a_client_said_before_it_closed_is_done(served: Served) -> None:
+    """One-way messages have no answer that a client could wait for: closing must not lose them."""
+    for number in range(20):
+        client = SocketClient(served.path, "short", prefault=False)
+        count = peer.BURST * 2 + number
+        for hold in range(count):
+            assert client.send(Done(hold))
+        client.close()
+        session = served.storage.sessions[-1]
+        eventually(session.closed.is_set)
+        assert [m.hold for m in session.seen if isinstance(m, Done)] == list(range(count))

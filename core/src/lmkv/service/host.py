@@ -149,6 +149,7 @@ class LocalConnection(Connection):
         self._inbox: deque[tuple[Message, Future[Reply] | None]] = deque()
         self._woken = False
         self._alive = True
+        self._ended = False
         self._tasks: set[asyncio.Future[Message]] = set()
         self._pending: set[Future[Reply]] = set()
 
@@ -192,7 +193,7 @@ class LocalConnection(Connection):
         inbox = self._inbox
         while inbox:
             message, future = inbox.popleft()
-            if not self._alive:
+            if self._ended:
                 if future is not None:
                     settle(future, ClosedError("the storage has been closed"))
                 continue
@@ -231,7 +232,7 @@ class LocalConnection(Connection):
         task.add_done_callback(done)
 
     def stop(self) -> None:
-        """No more messages; the session ends once no thread copies."""
+        """No more messages; the session ends once those before are done and no thread copies."""
         self._alive = False
         self.when_at_rest(self._end_soon)
 
@@ -241,6 +242,7 @@ class LocalConnection(Connection):
 
     def _end(self) -> None:
         self._drain()
+        self._ended = True
         pending, self._pending = self._pending, set()
         for future in pending:
             settle(future, ClosedError("the storage has been closed"))

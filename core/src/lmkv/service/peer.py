@@ -30,6 +30,8 @@ UNDER_WAY: Final = 1024
 BURST: Final = 64
 """Requests of one client that are served before the others get their turn."""
 LAST_WORD_SECONDS: Final = 1.0
+FORK_SECONDS: Final = 0.05
+"""After the death of a client's process: until then the end of its socket is expected."""
 GRACE_SECONDS: Final = 5.0
 """A client that was thrown out may still be copying: what it holds stays untouched for so long."""
 
@@ -100,6 +102,8 @@ class Peer(asyncio.Protocol):
         del exc
         if self._ended:
             return
+        while self._bodies and not self._expelled:  # what it said before it went counts: a commit has no answer
+            self._answer(self._bodies.popleft())
         self._ended = True
         self._bodies.clear()
         self._unwatch()
@@ -247,8 +251,9 @@ class Peer(asyncio.Protocol):
         return fd
 
     def _died(self) -> None:
+        """The process has gone. Its last words may still be in the socket; a fork of it may keep that open."""
         self._unwatch()
-        self.abort()
+        self._loop.call_later(FORK_SECONDS, self.abort)
 
     def _unwatch(self) -> None:
         fd, self._pidfd = self._pidfd, -1
