@@ -852,3 +852,13 @@ def test_bad_requests_are_refused() -> None:
             assert manager.metrics.value("lmkv_hit_tokens_total", tier="ram") == 4
 
     run(body())
+
+
+def test_a_traced_pool_names_who_still_holds_what(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with storage() as manager:
+            manager.pool.allocate(5000, "forgetful")
+
+    run(body())
+    assert "still held: 5000 bytes" in caplog.text
+    assert "forgetful" in caplog.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -47,6 +48,7 @@ class Trailer:
     """After decoding."""
 
 
+@lru_cache(maxsize=256)
 def frame_bytes(payload_bytes: int, prefixes: int, codec: str = "identity") -> int:
     """Bytes of a whole frame, a multiple of 4096, given its payload, its number of page prefixes and its codec."""
     used = payload_bytes + _BODY.size + len(codec) + prefixes * DIGEST_BYTES + _FOOTER

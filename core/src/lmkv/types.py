@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 DIGEST_BYTES: Final = 32
@@ -55,6 +56,7 @@ MISS: Final = Outcome(OutcomeKind.MISS)
 REJECTED: Final = Outcome(OutcomeKind.REJECTED)
 
 
+@lru_cache(maxsize=64)  # frames have few sizes, and a look into the cache costs a tenth of a new one
 def OK(nbytes: int) -> Outcome:  # noqa: N802  reads like the constants beside it
     """The frame of `nbytes` bytes was read or written whole."""
     return Outcome(OutcomeKind.OK, nbytes)

@@ -59,6 +59,10 @@ class PoolConfig(Model):
     prefault: bool = Field(
         default=True, description="Touch the memory in the background, so that first use is not slow."
     )
+    trace: bool = Field(
+        default=False,
+        description="Remember who holds each memory object, and name at the end what somebody still holds. For debugging.",
+    )
     staging: Amount = Field(
         default=Share(10), description="Part of the pool kept free for loads: bytes, or a percentage of the pool."
     )

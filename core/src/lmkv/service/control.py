@@ -60,8 +60,7 @@ class Control:
     def _unpin(self, message: p.Unpin) -> p.Ok:
         count = 0
         for entry in self._entries(message.namespace, message.digests):
-            count += entry.pinned_until > 0
-            entry.pinned_until = -1.0
+            count += self._manager.unpin(entry)
         return p.Ok(count)
 
     def _prefetch(self, message: p.Prefetch) -> p.Ok:

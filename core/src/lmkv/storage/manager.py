@@ -76,6 +76,7 @@ class StorageManager:
         self.stack = Stack(tiers, pool, self.index, metrics, staging=staging)
         self.holdings = Holdings(lease_seconds, clock)
         self.sessions: set[Client] = set()
+        self.pinned: set[Entry] = set()
         self.clock = clock
         self._closed = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep_house(min(1.0, lease_seconds / 4)))
@@ -92,7 +93,12 @@ class StorageManager:
         limits = config.limits()
         tiers = await asyncio.to_thread(build_tiers, config, limits, host, metrics)
         try:
-            pool = Pool.create(limits.pool_bytes, hugepages=config.pool.hugepages, prefault=config.pool.prefault)
+            pool = Pool.create(
+                limits.pool_bytes,
+                hugepages=config.pool.hugepages,
+                prefault=config.pool.prefault,
+                trace=config.pool.trace,
+            )
         except BaseException:
             for tier in tiers:
                 tier.close(1.0)
@@ -198,8 +204,16 @@ class StorageManager:
                 self.stack.settle(entry)
 
     def pin(self, entry: Entry, seconds: float | None) -> None:
-        """Keep `entry` from eviction."""
+        """Keep `entry` from eviction; None: until `unpin`."""
+        self.pinned.add(entry)
         entry.pinned_until = math.inf if seconds is None else max(entry.pinned_until, time.monotonic() + seconds)
+
+    def unpin(self, entry: Entry) -> bool:
+        """Take the pin away; whether there was one."""
+        pinned = entry.pinned_until > time.monotonic()
+        entry.pinned_until = -math.inf
+        self.pinned.discard(entry)
+        return pinned
 
     async def _keep_house(self, interval: float) -> None:
         while True:
@@ -207,6 +221,8 @@ class StorageManager:
             for number in self.holdings.expired():
                 self.end_lease(number)
                 self.metrics.inc("lmkv_leases_expired_total")
+            now = time.monotonic()
+            self.pinned = {entry for entry in self.pinned if entry.pinned_until > now and not entry.doomed}
             self.gauge()
 
     def gauge(self) -> None:
@@ -215,6 +231,7 @@ class StorageManager:
         m.set("lmkv_pool_bytes", self.pool.nbytes)
         m.set("lmkv_pool_free_bytes", self.pool.free_bytes)
         m.set("lmkv_leases", len(self.holdings.leases))
+        m.set("lmkv_pins", len(self.pinned))
         m.set("lmkv_sessions", len(self.sessions))
         for tier in self.stack.tiers:
             m.set("lmkv_tier_used_bytes", tier.used, tier=tier.name)
@@ -272,6 +289,8 @@ class StorageManager:
         for tier in self.stack.tiers:
             if tier.resident:
                 tier.close(0.0)
+        for offset, nbytes, owners in self.pool.holders():
+            log.warning("still held: %d bytes at %d, by %s", nbytes, offset, dict(owners))
         if all(result is True for result in closed):
             self.pool.close()
         else:
