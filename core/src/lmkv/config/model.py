@@ -61,7 +61,7 @@ class PoolConfig(Model):
     )
     trace: bool = Field(
         default=False,
-        description="Remember who holds each memory object, and name at the end what somebody still holds. For debugging.",
+        description="For debugging: remember who holds each memory object; name at the end what is still held.",
     )
     staging: Amount = Field(
         default=Share(10), description="Part of the pool kept free for loads: bytes, or a percentage of the pool."

@@ -27,7 +27,7 @@ PRESENT: Final = -1
 """Offset in `Reserved`: the frame is there already, or somebody else is filling it."""
 REJECTED: Final = -2
 """Offset in `Reserved`: no room, or the tier stack takes no store now."""
-_DIGEST: Final = struct.Struct(f"{DIGEST_BYTES}s")
+_BLOCK: Final = 256
 MAX_FRAMES: Final = 1 << 16
 """Digests or frames in one message, at most."""
 
@@ -309,4 +309,14 @@ def split_digests(blob: bytes) -> list[bytes]:
     """A blob of digests as a list."""
     if len(blob) % DIGEST_BYTES or len(blob) > MAX_FRAMES * DIGEST_BYTES:
         raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each")
-    return list(itertools.chain.from_iterable(_DIGEST.iter_unpack(blob)))
+    count = len(blob) // DIGEST_BYTES
+    found: list[bytes] = []
+    for first in range(0, count, _BLOCK):
+        found += _unpacker(min(_BLOCK, count - first))(blob, first * DIGEST_BYTES)
+    return found
+
+
+@lru_cache(maxsize=_BLOCK)
+def _unpacker(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
+    """Cuts so many digests out of a blob by one call, several times faster than slices or `iter_unpack` do."""
+    return struct.Struct(f"{DIGEST_BYTES}s" * count).unpack_from
