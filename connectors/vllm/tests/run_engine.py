@@ -216,7 +216,7 @@ def aborts(engine: Engine) -> dict[str, Any]:  # noqa: C901  one scenario
 def tight(arguments: dict[str, Any]) -> dict[str, Any]:
     """Far too few blocks: requests preempt each other. The engine's own cache is on."""
     stack = arguments["stack"]
-    engine = Engine(stack, enable_prefix_caching=True, kv_cache_memory_bytes=arguments["kv_bytes"], max_model_len=512)
+    engine = Engine(stack, enable_prefix_caching=True, num_gpu_blocks_override=arguments["blocks"], max_model_len=512)
     out: dict[str, Any] = {"cold": engine.ask(crowd(), 60, at_once=True), "warm": engine.ask(crowd(), 60, at_once=True)}
     out["preemptions"] = engine.metric("vllm:num_preemptions")
     some = {name: questions()[name] for name in ("doc1 q0", "doc2 q0", "doc3 q0", "doc1 q1")}
@@ -256,9 +256,15 @@ def two_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_disk(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The disk has less room than its tier thinks: requests do not notice."""
+    """Something else fills the disk: requests do not notice."""
     engine = Engine(arguments["stack"])
-    return {"cold": engine.ask(questions()), "warm": engine.ask(questions()), **health(arguments["stack"])}
+    ballast = Path(arguments["ballast"])
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    out = {"cold": engine.ask(questions()), "warm": engine.ask(questions()), **health(arguments["stack"])}
+    ballast.unlink()
+    return out
 
 
 def refused(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -174,8 +174,7 @@ def test_one_process(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) 
 
 def test_preemption(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) -> None:
     """Blocks for a few requests only, the engine's own cache on."""
-    block_bytes = 4 * 2 * BLOCK * 128 * 4
-    out = run("tight", stack=stack(), kv_bytes=20 * block_bytes)
+    out = run("tight", stack=stack(), blocks=20)
     assert out["preemptions"] > 0
     assert answers(out["cold"]) == answers(truth["crowd"])
     assert answers(out["warm"]) == answers(truth["crowd"])
@@ -217,7 +216,8 @@ def test_restart_damage_and_kill(run: Callable[..., dict[str, Any]], truth: dict
 
 @pytest.mark.slow
 def test_two_ranks(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) -> None:
-    out = run("two_ranks", processes=True, bind="0|1", stack=stack())
+    # Both on core 0: vLLM's waiting processes spin, and with both cores taken nothing else on a small machine runs.
+    out = run("two_ranks", processes=True, bind="0|0", stack=stack())
     right = answers(truth["questions"])
     for asked in (out["cold"], out["warm"]):
         assert all(one["answer"] == right[name] for name, one in asked.items())
@@ -227,18 +227,19 @@ def test_two_ranks(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) ->
 
 @pytest.mark.slow
 def test_disk_fills_up(run: Callable[..., dict[str, Any]], truth: dict[str, Any], place: Path) -> None:
-    """A file system of 3 MiB under a disk tier of 200 MiB."""
+    """A file system of 24 MiB that something else fills up."""
     folder = place / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=False)
     if mounted.returncode:
         pytest.skip("may not mount a tmpfs here")
     try:
-        out = run("full_disk", stack=with_disk(folder / "frames", "200MiB"))
+        out = run("full_disk", stack=with_disk(folder / "frames", "16MiB"), ballast=str(folder / "ballast"))
         right = answers(truth["questions"])
         assert answers(out["cold"]) == right
         assert answers(out["warm"]) == right
         assert cached(out["warm"]) == [WHOLE] * 8
+        assert out["tiers"]["disk"]["state"] != "ok"
         wait_for_end(place)
     finally:
         subprocess.run(["umount", str(folder)], check=True)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ATTEMPT_SECONDS: Final = 10.0
 """One attempt to reach a service."""
 PAUSE_SECONDS: Final = 1.0
+LINGER_SECONDS: Final = 3.0
+"""A service that the engine starts stays at least so long without a client. Whoever looks at it just after it has been
+started anew would otherwise be its last client, and end it before the engine's processes have come back."""
 
 
 def stack_config(settings: Settings, ranks: int) -> Config | None:
@@ -129,7 +132,7 @@ class Link:
             assert path is not None
         else:
             path = str(config.service.socket or default_socket(config.text))
-            revive = partial(start_apart, config.text, path, config.service.linger)
+            revive = partial(start_apart, config.text, path, max(config.service.linger, LINGER_SECONDS))
             if not answers(path):
                 revive()
         return SocketClient(path, self._name, timeout=ATTEMPT_SECONDS, prefault=self._copies, revive=revive)
