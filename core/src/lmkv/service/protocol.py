@@ -8,14 +8,17 @@ values.
 
 from __future__ import annotations
 
-import itertools
 import struct
-from typing import Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from lmkv.errors import ProtocolError
 from lmkv.types import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 << 20
