@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from lmkv.config import load_config
 from lmkv.engine import CacheEngine, RetrieveItem, StoreItem, frame_of
@@ -79,7 +80,9 @@ class Pages:
         runs = tuple(PageRun(layer, 0, run, run) for layer in range(layers))
         self.layout = PageLayout("LBNHC", "bfloat16", PAGE_TOKENS, runs)
         dice = np.random.default_rng(0)
-        self.buffers = [dice.integers(0, 256, pages * run, np.uint8) for _ in range(layers)]
+        # Of torch, as an engine's: numpy's own memory begins elsewhere in a page of the machine, which memcpy feels.
+        noise = [torch.from_numpy(dice.integers(0, 256, pages * run, np.uint8)) for _ in range(layers)]
+        self.buffers = [layer.clone().numpy() for layer in noise]
         self.gpu = CPUConnector(self.layout, self.buffers)
         self._order = dice.permutation(pages).astype(np.int64)
 
