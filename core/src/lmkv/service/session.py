@@ -315,7 +315,7 @@ class Session:
             return p.PRESENT
         if frame.pages < namespace.chunk_pages and any(
             (held := longer.shards.get(shard)) is not None and held.present
-            for longer in namespace.with_prefix(frame.digest)
+            for longer in namespace.longer(prefixes, frame.digest)
         ):
             return p.PRESENT  # a longer frame has all of this tail
         nbytes = frame_bytes(length, len(prefixes))

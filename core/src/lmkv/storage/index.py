@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lmkv.types import ChunkKey, MissReason
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from lmkv.memory import MemoryObject
 
@@ -101,13 +101,20 @@ class Entry:
         return ChunkKey(self.namespace.id, shard, self.digest) if part is None else part.key
 
 
+Family: TypeAlias = dict[bytes, dict[Entry, None]]
+"""Page prefix → the entries that begin with it; at least two begin with the same page."""
+
+
 class NamespaceIndex:
     """The chunks of one namespace, by digest and by the digests of their page prefixes.
+
+    Entries are found by the prefix of their first page. Mostly one alone has it, whose other prefixes are then compared
+    one by one; where several have it, they are a family, with a map of all prefixes of its members.
 
     `shards` is 0 until a client has registered the namespace: frames found on disk wait for that.
     """
 
-    __slots__ = ("_ghosts", "_pages", "chunk_pages", "entries", "id", "page_bytes", "shards")
+    __slots__ = ("_families", "_ghosts", "chunk_pages", "entries", "id", "page_bytes", "shards")
 
     def __init__(self, identity: bytes) -> None:
         self.id = identity
@@ -115,7 +122,7 @@ class NamespaceIndex:
         self.chunk_pages = 0
         self.page_bytes: tuple[int, ...] = ()
         self.entries: dict[bytes, Entry] = {}
-        self._pages: dict[bytes, Entry | list[Entry]] = {}
+        self._families: dict[bytes, Entry | Family] = {}
         self._ghosts: OrderedDict[bytes, MissReason] = OrderedDict()
 
     def add(self, digest: bytes, parent: bytes, pages: int, prefixes: tuple[bytes, ...]) -> Entry:
@@ -124,26 +131,23 @@ class NamespaceIndex:
         if entry is None:
             entry = Entry(self, digest, parent, pages, prefixes)
             self.entries[digest] = entry
-            known = self._pages.setdefault
-            for prefix in (*prefixes, digest):
-                if known(prefix, entry) is not entry:
-                    self._map(prefix, entry)
+            if prefixes:
+                self._enter(entry)
         return entry
 
     def learn(self, entry: Entry, prefixes: tuple[bytes, ...]) -> None:
         """The page prefixes of an entry that was found in a shared store, which tells them only when it is loaded."""
         if prefixes and not entry.prefixes and self.entries.get(entry.digest) is entry:
             entry.prefixes = prefixes
-            for prefix in prefixes:
-                self._map(prefix, entry)
+            self._enter(entry)
 
     def discard(self, entry: Entry, reason: MissReason | None) -> None:
         """Take `entry` out of sight; `reason` is given for later misses of its digest."""
         if self.entries.get(entry.digest) is not entry:
             return
         del self.entries[entry.digest]
-        for prefix in (*entry.prefixes, entry.digest):
-            self._unmap(prefix, entry)
+        if entry.prefixes:
+            self._leave(entry)
         if reason is not None:
             self._ghosts[entry.digest] = reason
             if len(self._ghosts) > GHOSTS:
@@ -151,19 +155,21 @@ class NamespaceIndex:
 
     def longest_prefix(self, prefixes: Sequence[bytes]) -> tuple[Entry, int] | None:
         """The READY entry that holds most of the pages whose prefix digests are given, and how many."""
+        family = self._families.get(prefixes[0]) if prefixes else None
         for pages in range(len(prefixes), 0, -1):
-            for entry in self.with_prefix(prefixes[pages - 1]):
+            prefix = prefixes[pages - 1]
+            whole = self.entries.get(prefix)
+            if whole is not None and whole.ready:
+                return whole, pages
+            for entry in _beginning(family, prefix, pages):
                 if entry.ready:
                     return entry, pages
         return None
 
-    def with_prefix(self, prefix: bytes) -> Iterator[Entry]:
-        """Every entry that begins (or is) with the pages of this prefix digest."""
-        found = self._pages.get(prefix)
-        if isinstance(found, Entry):
-            yield found
-        elif found is not None:
-            yield from found
+    def longer(self, prefixes: Sequence[bytes], digest: bytes) -> Iterable[Entry]:
+        """Every entry that begins with all of the frame of these page prefixes and this digest, and goes on."""
+        family = self._families.get(prefixes[0] if prefixes else digest)
+        return _beginning(family, digest, len(prefixes) + 1)
 
     def why_missing(self, digest: bytes) -> MissReason:
         """The reason to count for a digest that no look-up can offer."""
@@ -172,23 +178,43 @@ class NamespaceIndex:
             return MissReason.NOT_ALL_SHARDS
         return self._ghosts.get(digest, MissReason.NEVER_STORED)
 
-    def _map(self, prefix: bytes, entry: Entry) -> None:
-        found = self._pages.get(prefix)
-        if found is None:
-            self._pages[prefix] = entry
-        elif isinstance(found, list):
-            found.append(entry)
-        else:
-            self._pages[prefix] = [found, entry]
+    def _enter(self, entry: Entry) -> None:
+        family = self._families.setdefault(entry.prefixes[0], entry)
+        if family is entry:
+            return
+        if isinstance(family, Entry):
+            alone, family = family, {}
+            self._families[entry.prefixes[0]] = family
+            _join(family, alone)
+        _join(family, entry)
 
-    def _unmap(self, prefix: bytes, entry: Entry) -> None:
-        found = self._pages.get(prefix)
-        if isinstance(found, list):
-            found.remove(entry)
-            if len(found) == 1:
-                self._pages[prefix] = found[0]
-        elif found is entry:
-            del self._pages[prefix]
+    def _leave(self, entry: Entry) -> None:
+        first = entry.prefixes[0]
+        family = self._families[first]
+        if isinstance(family, Entry):
+            del self._families[first]
+            return
+        for prefix in entry.prefixes:
+            members = family[prefix]
+            del members[entry]
+            if not members:
+                del family[prefix]
+        if len(family[first]) == 1:
+            (self._families[first],) = family[first]
+
+
+def _beginning(family: Entry | Family | None, prefix: bytes, pages: int) -> Iterable[Entry]:
+    """Those that begin with the pages of `prefix`, and go on after them."""
+    if family is None:
+        return ()
+    if isinstance(family, Entry):
+        return (family,) if pages <= len(family.prefixes) and family.prefixes[pages - 1] == prefix else ()
+    return family.get(prefix, ())
+
+
+def _join(family: Family, entry: Entry) -> None:
+    for prefix in entry.prefixes:
+        family.setdefault(prefix, {})[entry] = None
 
 
 class Index:
