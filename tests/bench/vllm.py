@@ -140,7 +140,7 @@ def misses() -> list[Row]:
             assert not any(answer.cached), answer.cached
             return count * (tokens + generated) / answer.seconds
 
-        pairs = interleaved(lambda _: throughput(with_it), lambda _: throughput(without), 7)
+        pairs = interleaved(lambda _: throughput(with_it), lambda _: throughput(without), 11)
     return [against("vLLM, prompts that never repeat", "tokens/s", pairs, at_least=0.97)]
 
 
