@@ -233,7 +233,8 @@ class Client:
         """Wait until no copy to or from a tier is under way."""
         for _ in range(400):
             await asyncio.sleep(0.005)
-            if not any(tier.busy for tier in self.manager.stack.tiers):
+            stack = self.manager.stack
+            if not any(tier.busy for tier in stack.tiers) and not stack.demotion.busy:
                 break
         await self.manager.stack.loads.finished()
         await asyncio.sleep(0.01)

@@ -106,4 +106,3 @@ class PolicySpec:
     summary: str
     load: Callable[[], Callable[[], EvictionPolicy]]
     api: int = API
-

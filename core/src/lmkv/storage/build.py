@@ -92,6 +92,3 @@ def codec_loader(host: PluginHost) -> Callable[[str], Codec]:
         return made[name]
 
     return codec
-
-
-

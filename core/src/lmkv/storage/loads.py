@@ -116,9 +116,7 @@ class Loads:
             for want in batch:
                 self._end(want, MissReason.FAILED)  # only what an unexpected end has left open
 
-    async def _load_from(
-        self, tier: Tier, batch: Sequence[Wanted], priority: int
-    ) -> list[tuple[Wanted, MissReason]]:
+    async def _load_from(self, tier: Tier, batch: Sequence[Wanted], priority: int) -> list[tuple[Wanted, MissReason]]:
         """One call of one tier. Ends what arrived; returns the rest, each with its reason."""
         deadline = asyncio.get_running_loop().time() + tier.settings.deadline
         missing: list[tuple[Wanted, MissReason]] = []

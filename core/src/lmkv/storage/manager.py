@@ -144,7 +144,7 @@ class StorageManager:
         if max(sizes) > self.pool.nbytes:
             raise ConfigError(
                 f"the pool has {self.pool.nbytes} bytes, but one frame takes {max(sizes)}: raise pool.size",
-                kind="too-small"
+                kind="too-small",
             )
         known = self.index.namespace(namespace.id)
         if known.shards:
@@ -278,6 +278,7 @@ class StorageManager:
         self._closed = True
         end = time.monotonic() + deadline
         self._keeper.cancel()
+        self.stack.demotion.stop()
         for session in list(self.sessions):
             session.close()
         while time.monotonic() < end - deadline / 4 and any(t.busy for t in self.stack.tiers):  # noqa: ASYNC110

@@ -12,29 +12,23 @@ until its deadline.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lmkv.frame import Trailer, frame_bytes
-from lmkv.storage.driver import DEMOTE, QUEUED, STORE
+from lmkv.storage.demotion import Demotion
+from lmkv.storage.driver import QUEUED, STORE
 from lmkv.storage.loads import Loads
 from lmkv.storage.tier import IDENTITY, PutItem
 from lmkv.types import ChunkKey, MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.memory import MemoryObject, Pool
     from lmkv.observe.metrics import Metrics
     from lmkv.storage.index import Entry, Index, NamespaceIndex
     from lmkv.storage.tier import Tier
-
-CLEAN_ABOVE: Final = 0.5
-"""Share of its capacity from which on a tier copies its next victims down, so that evicting them costs nothing."""
-CLEAN_BYTES: Final = 256 << 20
-"""Bytes of such copies under way at once, at most."""
 
 
 class Stack:
@@ -53,10 +47,8 @@ class Stack:
         self.ram: Tier | None = tiers[0] if tiers and tiers[0].resident else None
         self.filling_bytes = 0
         self._staging = staging
-        self._cleaning = 0
         self._shared = sum(t.bit for t in tiers if t.shared)
-        pairs = itertools.pairwise(tiers)
-        self._demotions = [(t, low) for t, low in pairs if low.settings.write == "demote" and t.capacity is not None]
+        self.demotion = Demotion(self, tiers)
         self._room = asyncio.Event()
         self.loads = Loads(self)
         for tier in tiers:
@@ -113,7 +105,7 @@ class Stack:
         if nbytes <= 0:
             return 0
         gone = 0
-        for key in tier.victims(nbytes, self._evictable(tier)):
+        for key in list(self.victims(tier, nbytes)):
             entry = self.index.entry(key)
             if entry is None:
                 tier.delete([key])
@@ -124,8 +116,11 @@ class Stack:
             self.metrics.inc("lmkv_evictions_total", gone, tier=tier.name)
         return gone
 
-    def _evictable(self, tier: Tier, *, written: bool = False) -> Callable[[ChunkKey], bool]:
-        """Which keys may leave `tier`; `written`: also frames of the pool that a copy downwards reads just now."""
+    def victims(self, tier: Tier, nbytes: int, *, written: bool = False) -> Iterable[ChunkKey]:
+        """Keys to evict from `tier` for `nbytes`, next first; changes nothing.
+
+        `written`: also frames of the pool that a copy downwards reads just now, which cannot go before it has ended.
+        """
         now = time.monotonic()
 
         def free(key: ChunkKey) -> bool:
@@ -136,15 +131,14 @@ class Stack:
                 return False
             return written or not (tier.resident and any(s.writes for s in entry.shards.values()))
 
-        return free
+        return tier.victims(nbytes, free)
 
     def leave(self, entry: Entry, tier: Tier, reason: MissReason) -> int:
         """All shards of `entry` leave `tier`: one without the others is of no use."""
         gone = [n for n, shard in entry.shards.items() if shard.tiers & tier.bit]
-        below = self.tiers[tier.number + 1 : tier.number + 2]
-        if reason is MissReason.EVICTED and below and below[0].settings.write == "demote" and not entry.leaving:
+        if reason is MissReason.EVICTED and self.demotion.below(tier) is not None and not entry.leaving:
             missed = sum(1 for n in gone if not entry.shards[n].tiers & ~tier.bit)
-            if missed:  # evicted before `clean` came to it
+            if missed:  # evicted before its copy was made
                 self.metrics.inc("lmkv_demotions_missed_total", missed, tier=tier.name)
         tier.delete([entry.key(n) for n in gone])
         for n in gone:
@@ -209,7 +203,7 @@ class Stack:
             if short <= 0 or (self.evict(ram, short) and ram.shortfall(obj.nbytes) <= 0):
                 ram.adopt(entry.key(shard), obj, entry.parent)
                 part.tiers |= ram.bit
-                self.clean()
+                self.demotion.soon()
                 return
         if part.staged is None:
             obj.retain("staged")
@@ -282,7 +276,14 @@ class Stack:
                 self.write(entry, shard, obj, tier, priority=STORE)
 
     def write(
-        self, entry: Entry, shard: int, obj: MemoryObject, tier: Tier, *, priority: int, codec: str | None = None,
+        self,
+        entry: Entry,
+        shard: int,
+        obj: MemoryObject,
+        tier: Tier,
+        *,
+        priority: int,
+        codec: str | None = None,
         replace: bool = False,
     ) -> asyncio.Future[bool] | None:
         """Copy a frame of the pool into `tier`. None when it makes no sense now; the future tells whether it is there.
@@ -305,7 +306,7 @@ class Stack:
                 part.sealed = True
                 self._arrived(entry, shard, tier)
             self.settle(entry)
-            self.clean()
+            self.demotion.soon()
             if not done.done():
                 done.set_result(ok)
 
@@ -335,39 +336,6 @@ class Stack:
                 self._arrived(entry, key.shard, tier)
 
         return late
-
-    def clean(self) -> None:
-        """Copy the next victims of each tier down to a tier of `write: demote`, ahead of their eviction."""
-        for tier, lower in self._demotions:
-            surplus = tier.used - int(CLEAN_ABOVE * (tier.capacity or 0))
-            if surplus <= 0 or self._cleaning >= CLEAN_BYTES or lower.writes.open:
-                continue
-            for key in tier.victims(surplus, self._evictable(tier, written=True)):
-                entry = self.index.entry(key)
-                if entry is None:
-                    continue
-                part = entry.shards.get(key.shard)
-                if part is None or part.tiers & lower.bit or part.writes or self._cleaning >= CLEAN_BYTES:
-                    continue
-                if not lower.takes(key, part.nbytes):
-                    continue
-                copied = self._copy_down(entry, key.shard, lower)
-                if copied is not None:
-                    self._cleaning += part.nbytes
-                    copied.add_done_callback(partial(self._cleaned, part.nbytes))
-
-    def _copy_down(self, entry: Entry, shard: int, lower: Tier) -> asyncio.Future[bool] | None:
-        obj = self.in_pool(entry, shard)
-        if obj is None:
-            return asyncio.ensure_future(self.copy(entry, shard, lower, priority=DEMOTE))
-        try:
-            return self.write(entry, shard, obj, lower, priority=DEMOTE)
-        finally:
-            obj.release("get")
-
-    def _cleaned(self, nbytes: int, task: asyncio.Future[bool]) -> None:
-        del task
-        self._cleaning -= nbytes
 
     async def copy(
         self, entry: Entry, shard: int, target: Tier, *, priority: int, codec: str | None = None, replace: bool = False

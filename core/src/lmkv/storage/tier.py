@@ -22,7 +22,7 @@ from lmkv.types import FAILED, OK, Health, HealthState
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.observe.metrics import Metrics
@@ -152,11 +152,11 @@ class Tier:
             for key in keys:
                 policy.touch(key)
 
-    def victims(self, nbytes: int, free: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-        """Keys whose eviction frees `nbytes`, as far as there are any that `free` allows."""
+    def victims(self, nbytes: int, free: Callable[[ChunkKey], bool]) -> Iterable[ChunkKey]:
+        """Keys whose eviction frees `nbytes`, as far as there are any that `free` allows; found as they are taken."""
         if self.policy is None or nbytes <= 0:
-            return []
-        return list(self.policy.victims(nbytes, self.index.__getitem__, free))
+            return ()
+        return self.policy.victims(nbytes, self.index.__getitem__, free)
 
     def shortfall(self, nbytes: int) -> int:
         """Bytes that must go before `nbytes` more fit; 0 or less: they fit."""
@@ -214,9 +214,7 @@ class Tier:
         objects = [item.object for item in items]
         return self._run(Request("put", len(keys), work, finish, objects, priority, self.writes))
 
-    async def get(
-        self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], *, priority: int
-    ) -> list[GetResult]:
+    async def get(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], *, priority: int) -> list[GetResult]:
         """Load frames into `objects` and verify them. Never raises; what does not verify is reported as corrupt."""
         trailers: dict[int, Trailer] = {}
 
