@@ -104,7 +104,7 @@ def copies() -> list[Row]:
     ids = pages.scattered(2 * CHUNKS)
     source, target = ids[:CHUNKS], ids[CHUNKS:]
     gigabytes = nbytes / 1e9
-    with client(through_socket=True, pool=640 * MIB) as link:
+    with client(through_socket=True, pool=1280 * MIB, ram="640MiB") as link:
         engine = pages.engine(link)
 
         def store(number: int) -> float:

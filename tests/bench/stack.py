@@ -65,10 +65,10 @@ def client(*, through_socket: bool, pool: int, ram: str = "100%", **settings: An
 
 
 def _settled(client: StorageClient) -> StorageClient:
-    """After the pool's pages have been touched, which goes on in the background."""
-    view = np.frombuffer(client.pool.view, np.uint8)[:: 1 << 12]
-    for _ in range(2):
-        int(view.max())
+    """After the pool's pages have been touched, which goes on in the background of this process and the service's."""
+    until = time.monotonic() + 30
+    while not client.pool.prefaulted and time.monotonic() < until:
+        time.sleep(0.05)
     time.sleep(0.5)
     return client
 
