@@ -70,6 +70,11 @@ def truth(run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return run("plain")
 
 
+@pytest.fixture(scope="module")
+def structures(run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return run("structures")
+
+
 def stack(**more: Any) -> dict[str, Any]:
     return {
         "chunk_tokens": CHUNK,
@@ -107,9 +112,9 @@ def wait_for_end(place: Path, seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_structures(run: Callable[..., dict[str, Any]]) -> None:
+def test_structures(structures: dict[str, Any]) -> None:
     """Importing starts nothing; vLLM's own structures give the right pages."""
-    out = run("structures")
+    out = structures
     assert out["threads"] == 0
     assert out["cuda"] is False
     assert out["hma"] is False
@@ -126,9 +131,9 @@ def test_structures(run: Callable[..., dict[str, Any]]) -> None:
     assert "context parallelism of 2" in out["context parallel"]
 
 
-def test_a34_chunk_versus_block(run: Callable[..., dict[str, Any]]) -> None:
+def test_a34_chunk_versus_block(run: Callable[..., dict[str, Any]], structures: dict[str, Any]) -> None:
     """Chunks of 256: blocks of 16 are taken; 544, and groups {640, none, 640}, refused at the start, with numbers."""
-    out = run("structures")
+    out = structures
     assert out["groups"]["one"] == "pages of 16"
     assert out["chunks"]["16"] == "accepted"
     assert "256 tokens" in out["chunks"]["544"]

@@ -104,7 +104,8 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
         self._worker = WorkerSide(self._settings, self._link, gpu, self._shard)
 
     def get_handshake_metadata(self) -> Handshake | None:
-        """This worker's page layout, for the scheduler side."""
+        """This worker's page layout, for the scheduler side. Waits for the service: then hits can be loaded at once."""
+        self._link.wait(self._settings.start_deadline)
         return self._handshake
 
     @guarded(lambda: None)

@@ -165,5 +165,5 @@ class Link:
             self.fault = error
             if not isinstance(error, ConfigError):
                 logger.debug("the connection failed", exc_info=error)
-            INCIDENTS.note("service", f"the engine runs without cache: {error}")
+            INCIDENTS.note("service", f"no cache: {error}")
         self._settled.set()
