@@ -215,11 +215,13 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Stop our threads and leave the service; takes some seconds at most. Idempotent."""
-        if self._scheduler is not None:
-            self._scheduler.shutdown()
-        if self._worker is not None:
-            self._worker.shutdown()
-        self._link.close()
+        try:
+            if self._scheduler is not None:
+                self._scheduler.shutdown()
+            if self._worker is not None:
+                self._worker.shutdown()
+        finally:
+            self._link.close()
 
 
 def _own_rank(vllm_config: Any) -> tuple[tuple[int, int], int]:
