@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.engine import CacheEngine, Hit
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.keys import Namespace
-from lmkv.service.protocol import Observe
+from lmkv.service.protocol import Clear, Cleared, Observe
 from lmkv_vllm.geometry import check_chunk, same_pages
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.identity import RequestExtras, cacheable
@@ -390,10 +391,6 @@ class SchedulerSide:
 
 def _clear(engine: CacheEngine, seconds: float) -> bool:
     """Remove the namespace's frames; False when the service did not say that it has."""
-    from concurrent.futures import TimeoutError as FutureTimeoutError  # noqa: PLC0415  rare path
-
-    from lmkv.service.protocol import Clear, Cleared  # noqa: PLC0415  rare path
-
     try:
         return isinstance(engine.client.call(Clear(engine.namespace.id)).result(seconds), Cleared)
     except (LmkvError, TimeoutError, FutureTimeoutError) as error:
