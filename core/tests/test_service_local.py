@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import urllib.request
 
-from engine_rig import namespace, thread_host
+import pytest
+from engine_rig import config_text, namespace, thread_host
 
-from lmkv.service import LocalClient
+from lmkv.config import load_config
+from lmkv.plugins import PluginHost
+from lmkv.service import LocalClient, ThreadHost
 from lmkv.service.protocol import Commit, Found, Lookup, NewFrame, Register, Reserve, Reserved
-
-if TYPE_CHECKING:
-    from lmkv.service import ThreadHost
 
 
 def test_what_a_client_said_before_it_closed_is_done(host: ThreadHost) -> None:
@@ -37,3 +37,17 @@ def test_closing_the_host_closes_its_clients() -> None:
     host.close()
     assert not client.connected
     host.close()
+
+
+def test_the_metrics_page_is_served_wherever_the_storage_runs() -> None:
+    text = config_text() + "metrics: {port: 0}\n"
+    host = ThreadHost(load_config(text, host=PluginHost.discover(), environ={}))
+    try:
+        page = host.storage.page
+        assert page is not None
+        with urllib.request.urlopen(page.url, timeout=5) as answer:
+            assert b"lmkv_pool_bytes" in answer.read()
+    finally:
+        host.close()
+    with pytest.raises(OSError, match=r"refused"):
+        urllib.request.urlopen(page.url, timeout=5)

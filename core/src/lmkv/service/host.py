@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from lmkv.config import Config
-    from lmkv.observe.metrics import Metrics
     from lmkv.service.node import NodeStorage
     from lmkv.service.protocol import Message, Reply, Request
     from lmkv.service.session import Session
@@ -48,13 +47,13 @@ def welcome_of(storage: NodeStorage) -> Welcome:
     )
 
 
-async def start_storage(config: Config, *, metrics: Metrics | None = None) -> NodeStorage:
+async def start_storage(config: Config) -> NodeStorage:
     """The storage of `config`, with the plugins that are installed."""
     from lmkv.observe.metrics import Metrics  # noqa: PLC0415  clients of a service need none of this
     from lmkv.plugins import PluginHost  # noqa: PLC0415
     from lmkv.service.node import NodeStorage  # noqa: PLC0415
 
-    return await NodeStorage.start(config, PluginHost.discover(), metrics or Metrics())
+    return await NodeStorage.start(config, PluginHost.discover(), Metrics())
 
 
 class ThreadHost:

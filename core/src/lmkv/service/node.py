@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from lmkv.service.session import Session
@@ -9,6 +10,7 @@ from lmkv.storage.manager import StorageManager
 
 if TYPE_CHECKING:
     from lmkv.config import Config
+    from lmkv.observe.http import MetricsServer
     from lmkv.observe.metrics import Metrics
     from lmkv.plugins import PluginHost
 
@@ -19,9 +21,11 @@ class NodeStorage:
     Attributes:
         config: what it was built from.
         manager: the storage itself.
+        page: the Prometheus page, if the configuration wants one.
     """
 
-    def __init__(self, config: Config, manager: StorageManager) -> None:
+    def __init__(self, config: Config, manager: StorageManager, page: MetricsServer | None = None) -> None:
+        self.page = page
         self.config = config
         self.manager = manager
         self.pool = manager.pool
@@ -30,8 +34,23 @@ class NodeStorage:
 
     @classmethod
     async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> NodeStorage:
-        """Start the storage of `config`; raises what `StorageManager.start` raises."""
-        return cls(config, await StorageManager.start(config, host, metrics))
+        """Start the storage of `config`, and its metrics page where it wants one.
+
+        Raises:
+            ConfigError: the page's address cannot be had.
+            LmkvError: what `StorageManager.start` raises.
+        """
+        page: MetricsServer | None = None
+        if config.metrics.port is not None:
+            from lmkv.observe.http import serve_metrics  # noqa: PLC0415  only where a page is wanted
+
+            page = serve_metrics(metrics, config.metrics.host, config.metrics.port)
+        try:
+            return cls(config, await StorageManager.start(config, host, metrics), page)
+        except BaseException:
+            if page is not None:
+                page.close()
+            raise
 
     def open_session(self, name: str) -> Session:
         """A client has come; the host closes its session when it has gone."""
@@ -39,4 +58,7 @@ class NodeStorage:
 
     async def close(self, deadline: float = 5.0) -> None:
         """Stop within `deadline` seconds. Idempotent."""
+        page, self.page = self.page, None
+        if page is not None:
+            await asyncio.to_thread(page.close)
         await self.manager.close(deadline)

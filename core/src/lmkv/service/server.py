@@ -281,13 +281,9 @@ async def _succeed(lock: files.Lock, path: str) -> None:
 
 def run(config: Config, socket_path: str | os.PathLike[str], linger: float | None = None) -> None:
     """As `serve`, with log and metrics page as configured; TERM and INT end it. For the main thread."""
-    from lmkv.observe.http import serve_metrics  # noqa: PLC0415  for a process that is a service
     from lmkv.observe.log import set_up  # noqa: PLC0415
-    from lmkv.observe.metrics import Metrics  # noqa: PLC0415
 
     set_up(config.logging.level, config.logging.format)
-    metrics = Metrics()
-    page = None if config.metrics.port is None else serve_metrics(metrics, config.metrics.host, config.metrics.port)
     loop = asyncio.new_event_loop()
     try:
         stop = asyncio.Event()
@@ -295,7 +291,7 @@ def run(config: Config, socket_path: str | os.PathLike[str], linger: float | Non
             loop.add_signal_handler(number, stop.set)
 
         async def start(config: Config) -> NodeStorage:
-            storage = await start_storage(config, metrics=metrics)
+            storage = await start_storage(config)
             _quieten_collector()
             return storage
 
@@ -303,5 +299,3 @@ def run(config: Config, socket_path: str | os.PathLike[str], linger: float | Non
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-        if page is not None:
-            page.close()

@@ -113,6 +113,7 @@ class StorageManager:
             tail=config.tail,
         )
         await manager.recover()
+        manager.gauge()
         return manager
 
     @property
