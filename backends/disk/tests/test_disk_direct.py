@@ -8,30 +8,13 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from disk_rig import FRAME, get, put
 
 from lmkv.testing import make_key, make_memory, make_payload
-from lmkv.types import OutcomeKind
 from lmkv_backend_disk import direct as direct_module
 
 if TYPE_CHECKING:
     from conftest import Open
-
-    from lmkv_backend_disk.backend import FolderBackend
-
-FRAME = 16384
-
-
-def put(backend: FolderBackend, number: int, nbytes: int = FRAME) -> None:
-    (outcome,) = backend.put([make_key(number)], [make_memory(make_payload(number, nbytes))])
-    assert outcome.ok, outcome
-
-
-def get(backend: FolderBackend, number: int, nbytes: int = FRAME) -> bool:
-    memory = make_memory(nbytes)
-    (outcome,) = backend.get([make_key(number)], [memory])
-    assert outcome.kind in {OutcomeKind.OK, OutcomeKind.MISS}, outcome
-    assert not outcome.ok or bytes(memory.view) == make_payload(number, nbytes)
-    return outcome.ok
 
 
 # --- A26 -------------------------------------------------------------------------------------------------------------

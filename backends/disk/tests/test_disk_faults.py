@@ -10,6 +10,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+from disk_rig import FRAME, files, get, put
 
 from lmkv.errors import BackendError, ConfigError
 from lmkv.specs import BackendContext
@@ -25,26 +26,6 @@ if TYPE_CHECKING:
     from conftest import Open
 
     from lmkv_backend_disk.backend import FolderBackend
-
-FRAME = 16384
-
-
-def put(backend: FolderBackend, number: int, nbytes: int = FRAME) -> None:
-    (outcome,) = backend.put([make_key(number)], [make_memory(make_payload(number, nbytes))])
-    assert outcome.ok, outcome
-
-
-def get(backend: FolderBackend, number: int, nbytes: int = FRAME) -> bool:
-    memory = make_memory(nbytes)
-    (outcome,) = backend.get([make_key(number)], [memory])
-    assert outcome.kind in {OutcomeKind.OK, OutcomeKind.MISS}, outcome
-    assert not outcome.ok or bytes(memory.view) == make_payload(number, nbytes)
-    return outcome.ok
-
-
-def files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file())
-
 
 # --- A23 -------------------------------------------------------------------------------------------------------------
 

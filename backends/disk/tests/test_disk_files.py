@@ -10,13 +10,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from disk_rig import FRAME, files, put
 
 from lmkv.errors import BackendError, ConfigError, FrameError
 from lmkv.frame import Trailer, frame_bytes, seal, verify
 from lmkv.keys import Namespace
 from lmkv.memory import MemoryObject
 from lmkv.testing import make_key, make_memory, make_payload
-from lmkv.types import ChunkKey, OutcomeKind
+from lmkv.types import ChunkKey
 from lmkv_backend_disk.folder import DAMAGED_KEPT
 from lmkv_backend_disk.names import frame_path
 
@@ -25,27 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import Open
-
-    from lmkv_backend_disk.backend import FolderBackend
-
-FRAME = 16384
-
-
-def put(backend: FolderBackend, number: int, nbytes: int = FRAME) -> None:
-    (outcome,) = backend.put([make_key(number)], [make_memory(make_payload(number, nbytes))])
-    assert outcome.ok, outcome
-
-
-def get(backend: FolderBackend, number: int, nbytes: int = FRAME) -> bool:
-    memory = make_memory(nbytes)
-    (outcome,) = backend.get([make_key(number)], [memory])
-    assert outcome.kind in {OutcomeKind.OK, OutcomeKind.MISS}, outcome
-    assert not outcome.ok or bytes(memory.view) == make_payload(number, nbytes)
-    return outcome.ok
-
-
-def files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file())
 
 
 # --- A5 --------------------------------------------------------------------------------------------------------------
