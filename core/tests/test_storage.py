@@ -862,3 +862,27 @@ def test_a_traced_pool_names_who_still_holds_what(caplog: pytest.LogCaptureFixtu
     run(body())
     assert "still held: 5000 bytes" in caplog.text
     assert "forgetful" in caplog.text
+
+
+def test_a_store_that_loses_a_frame_gets_it_again_and_one_that_lied_is_tidied() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=4 * FRAME, below=[(shelf, {"capacity": 9 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(8))
+            client.store(client.frames(keys))
+            await client.settled()
+            client.ask(p.Clear(None, "ram"))
+            shelf.on_get = lambda asked: [MISS for _ in asked]
+            found = await client.look_up(keys)
+            assert await client.load(found, keys) == [False, False]
+            client.ask(p.Release(found.lease))
+            shelf.on_get = lambda _: None
+            client.store(client.frames(keys)[:1])  # at once: nothing that is under way takes it away again
+            await client.settled()
+            manager.tier("shelf1").tidy()
+            await client.settled()
+            assert [key.digest for key in shelf.frames] == keys.digests[:1], "the other had stayed there uncounted"
+            assert manager.tier("shelf1").used == FRAME
+
+    run(body())

@@ -209,6 +209,8 @@ class StorageMachine(RuleBasedStateMachine):
         held = {name: n for name, n in self.manager.holds().items() if n}
         assert held == {"sessions": 1}
         self.run(last.wait(p.Clear()))
+        for tier in self.manager.stack.tiers:
+            self.inside(tier.tidy)
         self.run(last.settled())
         assert self.manager.pool.free_bytes == self.manager.pool.nbytes, self.manager.pool.holders()
         assert not any(space.entries for space in self.manager.index.namespaces.values())

@@ -179,16 +179,11 @@ class Loads:
 
     def _mourn(self, tier: Tier, want: Wanted, reason: MissReason) -> None:
         """A frame that is damaged or has gone leaves the books; an ill tier's frames stay in them."""
-        key = want.entry.key(want.shard)
         if reason is MissReason.CORRUPT:
-            tier.set_aside([key])
             self._stack.metrics.inc("lmkv_corrupt_frames_total", tier=tier.name)
-        elif reason is MissReason.EVICTED and tier.shared:
-            tier.forget(key)
-        elif reason is MissReason.EVICTED:
-            tier.delete([key])  # should the store have been wrong, nothing uncounted stays in it
-        else:
+        elif reason is not MissReason.EVICTED:
             return
+        tier.forget(want.entry.key(want.shard))
         self._stack.lost(want.entry, want.shard, tier, reason)
 
     def _end(self, want: Wanted, reason: MissReason | None) -> None:

@@ -222,6 +222,8 @@ class StorageManager:
             for number in self.holdings.expired():
                 self.end_lease(number)
                 self.metrics.inc("lmkv_leases_expired_total")
+            for tier in self.stack.tiers:
+                tier.tidy()
             now = time.monotonic()
             self.pinned = {entry for entry in self.pinned if entry.pinned_until > now and not entry.doomed}
             self.gauge()

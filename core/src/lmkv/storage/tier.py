@@ -18,7 +18,7 @@ from lmkv.memory import MemoryObject
 from lmkv.storage.breaker import Breaker
 from lmkv.storage.calls import Calls, Request, miss_reason
 from lmkv.storage.driver import Driver
-from lmkv.types import FAILED, OK, Health, HealthState
+from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
 if TYPE_CHECKING:
     import asyncio
@@ -104,6 +104,7 @@ class Tier:
         self._codecs = codecs
         self._pending: dict[ChunkKey, int] = {}
         self._dying: dict[ChunkKey, int] = {}
+        self._doubtful: set[ChunkKey] = set()
         self._calls: Calls | None = None
         if not self.resident:
             driver = Driver(
@@ -187,6 +188,7 @@ class Tier:
         dying = list(self._dying)
         deleted = broke_off = False
         for item in items:
+            self._doubtful.discard(item.key)  # whatever is there is replaced
             self._pending[item.key] = item.object.nbytes
             self.used += item.object.nbytes
 
@@ -209,7 +211,7 @@ class Tier:
                 if outcome.ok:
                     self._stored(item, outcome.nbytes, late=late)
                 elif broke_off and not self.shared and item.key not in self.index:
-                    self._dying[item.key] = 0  # it may have got there: nothing uncounted stays in the store
+                    self._doubtful.add(item.key)
 
         objects = [item.object for item in items]
         return self._run(Request("put", len(keys), work, finish, objects, priority, self.writes))
@@ -226,6 +228,7 @@ class Tier:
                         trailers[i] = verify(objects[i].view[: outcome.nbytes], keys[i])
                     except FrameError as e:
                         outcomes[i] = FAILED(e)
+            self._bury(keys, outcomes)
             return outcomes
 
         outcomes = await self._run(Request("get", len(keys), work, _ignore, objects, priority, self.reads))
@@ -236,7 +239,11 @@ class Tier:
 
         def work() -> list[Outcome]:
             codec = self._codecs(trailer.codec)
-            codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes])
+            try:
+                codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes])
+            except FrameError:
+                self.backend.set_aside([trailer.key])
+                raise
             seal(target.view, replace(trailer, codec=IDENTITY, payload_bytes=trailer.raw_bytes))
             return [OK(target.nbytes)]
 
@@ -267,6 +274,12 @@ class Tier:
             if key not in self._dying:
                 self._dying[key] = nbytes
         self._flush_deletes()
+
+    def tidy(self) -> None:
+        """Delete what a put that broke off may have left in the store uncounted. Called now and then."""
+        if self._doubtful:
+            doubtful, self._doubtful = self._doubtful, set()
+            self.delete(list(doubtful))
 
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """These frames are damaged: out of the index at once, out of the way soon."""
@@ -356,6 +369,18 @@ class Tier:
     def _buried(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             self._dying.pop(key, None)
+
+    def _bury(self, keys: Sequence[ChunkKey], outcomes: Sequence[Outcome]) -> None:
+        """In a driver thread: damaged frames go out of the way; missing ones for good, should the store be wrong.
+
+        Nobody has put such a frame anew meanwhile: it is in the index until the outcomes are told.
+        """
+        damaged = [key for key, outcome in zip(keys, outcomes, strict=True) if isinstance(outcome.error, FrameError)]
+        missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.kind is OutcomeKind.MISS]
+        if damaged:
+            self.backend.set_aside(damaged)
+        if missing and not self.shared:
+            self.backend.delete(missing)
 
     def _encoded(self, item: PutItem, codec: str) -> MemoryObject:
         """In a driver thread: the frame as it is to be stored."""
