@@ -18,8 +18,9 @@ from lmkv.memory import Pool
 from lmkv.observe.metrics import Metrics
 from lmkv.policy.lru import LRU
 from lmkv.specs import BackendContext
+from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
-from lmkv.storage.tier import PutItem, Tier, TierSettings
+from lmkv.storage.tier import Tier, TierSettings
 from lmkv.types import ChunkKey
 from lmkv_backend_disk.backend import create
 from lmkv_backend_disk.options import DiskOptions

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lmkv.storage.tier import IDENTITY
+from lmkv.storage.coding import IDENTITY
 from lmkv.types import MissReason
 
 if TYPE_CHECKING:

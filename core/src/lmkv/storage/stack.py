@@ -16,10 +16,10 @@ import time
 from typing import TYPE_CHECKING
 
 from lmkv.frame import Trailer, frame_bytes
+from lmkv.storage.coding import IDENTITY, PutItem
 from lmkv.storage.demotion import Demotion
 from lmkv.storage.driver import QUEUED, STORE
 from lmkv.storage.loads import Loads
-from lmkv.storage.tier import IDENTITY, PutItem
 from lmkv.types import ChunkKey, MissReason
 
 if TYPE_CHECKING:

@@ -7,16 +7,15 @@ threads.
 
 from __future__ import annotations
 
-import mmap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
 from lmkv.errors import FrameError
-from lmkv.frame import Trailer, frame_bytes, seal, verify
-from lmkv.memory import MemoryObject
+from lmkv.frame import Trailer, verify
 from lmkv.storage.breaker import Breaker
 from lmkv.storage.calls import Calls, Request, miss_reason
+from lmkv.storage.coding import IDENTITY, decode, encoded
 from lmkv.storage.driver import Driver
 from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.backend import StorageBackendInterface
+    from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.specs import Codec, EvictionPolicy
+    from lmkv.storage.coding import PutItem
     from lmkv.types import ChunkKey, MissReason, Outcome
-
-IDENTITY = "identity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +47,6 @@ class TierSettings:
     queue_bytes: int = 1 << 30
     failures: int = 5
     probe: float = 5.0
-
-
-class PutItem(NamedTuple):
-    """One frame on its way into a tier."""
-
-    key: ChunkKey
-    object: MemoryObject
-    """The identity-coded frame in the pool; retained by the tier while it needs it."""
-    trailer: Trailer
-    sealed: bool
-    """The frame carries its trailer already."""
 
 
 class GetResult(NamedTuple):
@@ -197,7 +185,7 @@ class Tier:
             if dying:
                 self.backend.delete(dying)
                 deleted = True
-            frames = [self._encoded(item, codec) for item in items]
+            frames = [encoded(item, self._codecs(codec)) for item in items]
             broke_off = True
             outcomes = list(self.backend.put(keys, frames))
             broke_off = False
@@ -238,13 +226,11 @@ class Tier:
         """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed."""
 
         def work() -> list[Outcome]:
-            codec = self._codecs(trailer.codec)
             try:
-                codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes])
+                decode(source, trailer, target, self._codecs(trailer.codec))
             except FrameError:
                 self.backend.set_aside([trailer.key])
                 raise
-            seal(target.view, replace(trailer, codec=IDENTITY, payload_bytes=trailer.raw_bytes))
             return [OK(target.nbytes)]
 
         return (await self._run(Request("decode", 1, work, _ignore, [source, target], priority)))[0]
@@ -381,19 +367,6 @@ class Tier:
             self.backend.set_aside(damaged)
         if missing and not self.shared:
             self.backend.delete(missing)
-
-    def _encoded(self, item: PutItem, codec: str) -> MemoryObject:
-        """In a driver thread: the frame as it is to be stored."""
-        if codec == IDENTITY:
-            if not item.sealed:
-                seal(item.object.view, item.trailer)
-            return item.object
-        payload = self._codecs(codec).encode(item.object.view[: item.trailer.raw_bytes])
-        trailer = replace(item.trailer, codec=codec, payload_bytes=len(payload))
-        buffer = memoryview(mmap.mmap(-1, frame_bytes(len(payload), len(trailer.prefixes), codec)))
-        buffer[: len(payload)] = payload
-        seal(buffer, trailer)
-        return MemoryObject.over(buffer)
 
 
 def _ignore(outcomes: list[Outcome], *, late: bool) -> None:
