@@ -48,7 +48,8 @@ def _read(path: Path) -> str:
 
 
 def _mapping(name: str) -> dict[str, object]:
-    return {"type": "object", "properties": {name: {"type": "string"}}, "required": [name], "additionalProperties": False}
+    properties = {name: {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
 
 
 Secret: TypeAlias = Annotated[
