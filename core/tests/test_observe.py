@@ -16,6 +16,7 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv.observe import Metrics, RateLimited, serve_metrics, set_up
+from lmkv.observe.clients import OTHER, Clients, Who
 from lmkv.observe.families import FAMILIES
 from lmkv.observe.log import mask
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 def test_counters_and_labels() -> None:
     metrics = Metrics()
-    metrics.inc("lmkv_misses_total", reason="evicted")
-    metrics.inc("lmkv_misses_total", 2, reason="corrupt")
+    metrics.inc("lmkv_misses_total", reason="evicted", model="m", rank="0")
+    metrics.inc("lmkv_misses_total", 2, reason="corrupt", model="m", rank="0")
     metrics.inc("lmkv_tier_bytes_total", 10, tier="ram", op="get")
     metrics.inc("lmkv_tier_bytes_total", 5, op="get", tier="ram")
     bound = metrics.counter("lmkv_tier_bytes_total", tier="ram", op="get")
@@ -39,6 +40,50 @@ def test_counters_and_labels() -> None:
     metrics.inc("lmkv_something_total")
     metrics.inc("lmkv_lookups_total", tier="ram")
     assert metrics.undocumented() == ['lmkv_lookups_total{tier="ram"}', "lmkv_something_total"]
+
+
+def test_a_clients_labels_are_safe() -> None:
+    """Quotes, line ends, bytes that are no text, a password, a name without end: one short line, all the same."""
+    metrics = Metrics()
+    for model in ('a"b\\c\nd', "\udcff\x00", "s3://me:geheim@bucket/model", "/long/" + "x" * 5000 + "/the-end", ""):
+        Clients(metrics).open(Who(model, "0", "engine")).inc("lmkv_lookups_total")
+    lines = [line for line in metrics.render().splitlines() if not line.startswith("#")]
+    assert len(lines) == 5
+    assert all(len(line.encode()) < 300 for line in lines)
+    assert "geheim" not in metrics.render()
+    assert any(r'model="a\"b\\c?d"' in line for line in lines), lines
+    assert any('/the-end"' in line for line in lines)
+    assert any('model="unknown"' in line for line in lines)
+
+
+def test_clients_series_are_bounded_and_their_sums_stay() -> None:
+    metrics = Metrics()
+    clients = Clients(metrics, most=8)
+    resident = clients.open(Who("m", "0", "stays"))
+    for number in range(100):
+        engine = clients.open(Who("m", "0", f"engine {number}"))
+        engine.inc("lmkv_lookups_total")
+        engine.inc("lmkv_misses_total", 2, reason="evicted")
+        again = clients.open(Who("m", "0", f"engine {number}"))
+        engine.close()
+        engine.close()
+        again.inc("lmkv_lookups_total")
+        again.close()
+        resident.inc("lmkv_lookups_total")
+    assert metrics.value("lmkv_lookups_total") == 300
+    assert metrics.value("lmkv_lookups_total", instance="stays") == 100
+    assert metrics.value("lmkv_lookups_total", instance="engine 99") == 2
+    assert metrics.value("lmkv_lookups_total", instance=OTHER, model=OTHER) == 2 * 93
+    assert metrics.value("lmkv_misses_total", reason="evicted") == 200
+    assert len(metrics.snapshot()) == 2 * 9 - 1
+    assert len(metrics._quick) < 20
+    assert metrics.undocumented() == []
+    crowd = [clients.open(Who("m", "0", f"at once {number}")) for number in range(20)]
+    for engine in crowd:
+        engine.inc("lmkv_lookups_total")
+    assert metrics.value("lmkv_lookups_total") == 320
+    assert metrics.value("lmkv_lookups_total", instance="at once 19") == 0, "all places are taken by others"
+    assert len(metrics.snapshot()) <= 2 * 9
 
 
 def test_what_cannot_be_counted() -> None:
@@ -128,7 +173,7 @@ def test_page_stays_on_loopback(host: str) -> None:
 def test_reference_page_lists_every_family() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
     for family in FAMILIES:
-        labels = ", ".join(f"`{label}`" for label in family.labels) or "none"
+        labels = ", ".join(f"`{label}`" for label in family.every_label) or "none"
         row = f"| `{family.name}` | {family.kind} | {labels} | {family.text} |"
         assert row in page.splitlines(), f"docs/reference/metrics.md lacks: {row}"
 

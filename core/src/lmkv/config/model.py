@@ -145,6 +145,12 @@ class MetricsConfig(Model):
         default=None, description="TCP port; 0: any free one, logged at start. Default: no page."
     )
     host: str = Field(default="127.0.0.1", description="A loopback address; others are refused.")
+    instance: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="Label `instance` of what is counted of the service itself. Default: host name and process id.",
+    )
 
 
 class LoggingConfig(Model):

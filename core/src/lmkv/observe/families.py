@@ -1,4 +1,7 @@
-"""The metric families of lmkv: names, kinds, labels and meaning. `docs/reference/metrics.md` lists the same."""
+"""The metric families of lmkv: names, kinds, labels and meaning. `docs/reference/metrics.md` lists the same.
+
+Every series also carries `instance`: the engine's where a client's doings are counted, else the service's.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,46 @@ class Family:
     text: str
     """The HELP line; states the unit."""
     labels: tuple[str, ...] = ()
+    client: bool = False
+    """Counts what one client asked, got or gave: labelled with its model and rank, too."""
 
+    @property
+    def every_label(self) -> tuple[str, ...]:
+        """All labels but `instance`."""
+        return ("model", "rank", *self.labels) if self.client else self.labels
+
+
+DROPS: Final = frozenset({"no_room", "aborted", "backlog", "fence"})
+"""Reasons why a store was dropped."""
 
 FAMILIES: Final = (
-    Family("lmkv_lookups_total", "counter", "Look-ups, one per request."),
+    Family("lmkv_lookups_total", "counter", "Look-ups, one per request.", client=True),
     Family(
-        "lmkv_lookup_tokens_total", "counter", "Tokens asked of the cache: those that the engine does not have itself."
+        "lmkv_lookup_tokens_total",
+        "counter",
+        "Tokens asked of the cache: those that the engine does not have itself.",
+        client=True,
     ),
     Family(
         "lmkv_hit_tokens_total",
         "counter",
         "Tokens that arrived in the engine's pages, by the tier they came from.",
         ("tier",),
+        client=True,
     ),
-    Family("lmkv_stored_tokens_total", "counter", "Tokens whose frames were committed."),
-    Family("lmkv_misses_total", "counter", "Chunks that were asked for and not given, by reason.", ("reason",)),
-    Family("lmkv_dropped_stores_total", "counter", "Chunks that were not stored, by reason.", ("reason",)),
+    Family("lmkv_stored_tokens_total", "counter", "Tokens whose frames were committed.", client=True),
+    Family(
+        "lmkv_rank_loaded_tokens_total",
+        "counter",
+        "Tokens of which this rank's part arrived, by the tier they came from.",
+        ("tier",),
+        client=True,
+    ),
+    Family("lmkv_rank_stored_tokens_total", "counter", "Tokens of which this rank's part was committed.", client=True),
+    Family(
+        "lmkv_misses_total", "counter", "Chunks that were asked for and not given, by reason.", ("reason",), client=True
+    ),
+    Family("lmkv_dropped_stores_total", "counter", "Chunks that were not stored, by reason.", ("reason",), client=True),
     Family("lmkv_evictions_total", "counter", "Frames evicted to make room.", ("tier",)),
     Family("lmkv_tier_operations_total", "counter", "Keys by operation and outcome.", ("tier", "op", "outcome")),
     Family("lmkv_tier_bytes_total", "counter", "Bytes of frames read or written.", ("tier", "op")),

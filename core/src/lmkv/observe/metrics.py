@@ -122,6 +122,22 @@ class Metrics:
             _, children = self._families.get(name, ("", {}))
             return sum((child.value for bound, child in children.items() if wanted <= set(bound)), 0.0)
 
+    def fold(self, labels: Mapping[str, str], into: Mapping[str, str]) -> None:
+        """Add every counter that carries `labels` to the one that has `into` in their place, and forget it.
+
+        Whoever still has such a counter in hand counts in vain from here on.
+        """
+        wanted = set(labels.items())
+        with self._lock:
+            for _, children in self._families.values():
+                for bound in [bound for bound in children if wanted <= set(bound)]:
+                    gone = children.pop(bound)
+                    place = tuple(sorted({**dict(bound), **into}.items()))
+                    target = children.setdefault(place, Series(self._lock))
+                    if isinstance(gone, Series) and isinstance(target, Series):
+                        target.value += gone.value
+            self._quick = {key: found for key, found in self._quick.items() if not wanted <= set(key[1])}
+
     def snapshot(self) -> dict[str, float]:
         """Every value by its printed name, such as ``lmkv_misses_total{reason="evicted"}``."""
         values: dict[str, float] = {}
@@ -136,14 +152,14 @@ class Metrics:
 
     def undocumented(self) -> list[str]:
         """Series that `families.FAMILIES` does not have as they are, for tests that keep the documentation whole."""
-        constant = set(self._constant)
+        constant = {*self._constant, "instance"}
         return [
             f"{name}{_braces(labels)}"
             for name, kind, children in self._copy()
             for labels, _ in children
             if name not in BY_NAME
             or BY_NAME[name].kind != kind
-            or {label for label, _ in labels} - constant != set(BY_NAME[name].labels)
+            or {label for label, _ in labels} - constant != set(BY_NAME[name].every_label)
         ]
 
     def render(self) -> str:
