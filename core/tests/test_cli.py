@@ -16,11 +16,12 @@ from lmkv.cli import run
 from lmkv.config.environ import RESERVED
 
 PLUGIN = """
+import time
 from pydantic import BaseModel, ConfigDict, SecretStr
 from lmkv.backend import StorageBackendInterface
 from lmkv.hookspecs import hookimpl
 from lmkv.specs import BackendSpec
-from lmkv.types import FAILED, MISS, OK, Capabilities
+from lmkv.types import FAILED, MISS, OK, Capabilities, Health, HealthState
 
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -35,6 +36,8 @@ class Toy(StorageBackendInterface):
             raise OSError(13, "Permission denied", "frames")
         if self.fault == "bug":
             {}["no such key"]
+        if self.fault == "late":
+            time.sleep(60)
         if self.fault == "threads":
             import threading
             threading.Thread(target=self.hang).start()
@@ -64,6 +67,12 @@ class Toy(StorageBackendInterface):
     def delete(self, keys):
         for key in keys if self.fault != "keeps" else ():
             self.frames.pop(key, None)
+    def health(self):
+        if self.fault == "silent":
+            time.sleep(60)
+        if self.fault == "down":
+            return Health(HealthState.DOWN, "127.0.0.1:1: connection refused")
+        return Health(HealthState.DEGRADED, "evicts nothing") if self.fault == "odd" else Health(HealthState.OK)
 
 @hookimpl
 def lmkv_backends():
@@ -181,6 +190,10 @@ def test_check_moves_a_frame(lmkv: Lmkv) -> None:
         ("zeros", "compare: "),
         ("keeps", "delete: the frame is still there after delete"),
         ("hang", "get: no answer within the deadline of 0.3 s"),
+        ("silent", "health: no answer within the deadline of 0.3 s"),
+        ("down", "health: 127.0.0.1:1: connection refused"),
+        ("late", "start: no answer within the deadline of 0.3 s"),
+        ("odd", ""),
         ("threads", ""),
     ],
 )
@@ -190,10 +203,11 @@ def test_check_of_an_ill_tier(lmkv: Lmkv, fault: str, message: str) -> None:
         f"  - {{name: ill, backend: toy, deadline: 300ms, options: {{fault: {fault}}}}}\n"
         "  - {name: well, backend: toy}\n"
     )
-    call = lmkv.process if fault in {"hang", "threads"} else lmkv
+    call = lmkv.process if fault in {"hang", "silent", "late", "threads"} else lmkv
     output = call("check", file, code=1 if message else 0).stdout
     ill, well = output.splitlines()[-2:]
     assert f"FAILED  {message}" in ill or not message
+    assert ("(evicts nothing)" in ill) == (fault == "odd")
     assert well.split()[:3] == ["well", "toy", "ok"]
 
 

@@ -27,6 +27,8 @@ class BackendContext:
     """Bytes that the core will keep in it at most; None where the store limits itself."""
     ranks: int = 1
     """Engine ranks that this node serves."""
+    deadline: float = 2.0
+    """Seconds that the tier waits for a batch. No call should keep its thread much longer: use it as time limit."""
 
 
 class BackendFactory(Protocol):

@@ -15,7 +15,7 @@ from lmkv.errors import BackendError, FrameError, LmkvError
 from lmkv.frame import Trailer, frame_bytes, seal, verify
 from lmkv.memory import Pool
 from lmkv.specs import BackendContext
-from lmkv.types import ChunkKey
+from lmkv.types import ChunkKey, HealthState
 from lmkv.units import format_size
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 PAYLOAD: Final = 1 << 20
-START_SECONDS: Final = 10.0
-"""To import a client library and to connect takes longer than a batch may."""
+IMPORT_SECONDS: Final = 10.0
+"""Importing a client library says nothing about the store, and may take longer than a batch may."""
 NAMESPACE: Final = hashlib.sha256(b"lmkv check").digest()[:16]
 
 
@@ -43,8 +43,10 @@ class Result:
     problem: str = ""
     trace: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-    step: str = "start"
+    step: str = "import"
     """What is going on."""
+    remark: str = ""
+    """What the backend says of its own health although it works."""
 
     @property
     def ok(self) -> bool:
@@ -55,33 +57,41 @@ class Result:
     def row(self) -> tuple[str, str, str, str]:
         """For the table."""
         times = "  ".join(f"{step} {seconds * 1000:.1f} ms" for step, seconds in self.seconds.items())
-        detail = self.problem or f"{format_size(PAYLOAD)}: {times}"
+        remark = f"  ({self.remark})" if self.remark else ""
+        detail = self.problem or f"{format_size(PAYLOAD)}: {times}{remark}"
         return self.tier, self.backend, "ok" if self.ok else "FAILED", detail
 
 
 def probe(tier: TierConfig, capacity: int | None, ranks: int, host: PluginHost) -> Result:
-    """Start the tier's backend and move one frame through it, within the tier's deadline."""
+    """Start the tier's backend and move one frame through it.
+
+    A store that does not answer is told within the tier's deadline: starting and asking for its health have to be done
+    by then. The frame's round trip has as long again.
+    """
     result = Result(tier.name, tier.backend)
-    started, ended = threading.Event(), threading.Event()
+    imported, started, ended = threading.Event(), threading.Event(), threading.Event()
+    context = BackendContext(tier=tier.name, capacity=capacity, ranks=ranks, deadline=tier.deadline)
 
     def work() -> None:
         try:
-            _work(tier, BackendContext(tier=tier.name, capacity=capacity, ranks=ranks), host, result, started)
+            factory = host.load_backend(tier.backend)
+            imported.set()
+            _work(lambda: factory(tier.options, context), result, started)
         except (LmkvError, OSError) as error:
             result.problem = f"{result.step}: {_one_line(error)}"
         except BaseException as error:  # noqa: BLE001  a stranger's backend may raise anything
             result.problem = f"{result.step}: {type(error).__name__}: {_one_line(error)}"
             result.trace = traceback.format_exc()
         finally:
-            started.set()
-            ended.set()
+            for event in (imported, started, ended):
+                event.set()
 
     threading.Thread(target=work, name=f"lmkv-check-{tier.name}", daemon=True).start()
-    limit = max(START_SECONDS, tier.deadline)
-    if not started.wait(limit):
-        return _stuck(result, f"no answer within {limit:g} s")
-    if not ended.wait(tier.deadline):
-        return _stuck(result, f"no answer within the deadline of {tier.deadline:g} s")
+    if not imported.wait(IMPORT_SECONDS):
+        return _stuck(result, f"not done within {IMPORT_SECONDS:g} s")
+    for event in (started, ended):
+        if not event.wait(tier.deadline):
+            return _stuck(result, f"no answer within the deadline of {tier.deadline:g} s")
     return result
 
 
@@ -89,10 +99,8 @@ def _stuck(result: Result, what: str) -> Result:
     return Result(result.tier, result.backend, f"{result.step}: {what}")
 
 
-def _work(
-    tier: TierConfig, context: BackendContext, host: PluginHost, result: Result, started: threading.Event
-) -> None:
-    backend = _timed(result, "start", lambda: host.load_backend(tier.backend)(tier.options, context))
+def _work(start: Callable[[], StorageBackendInterface], result: Result, started: threading.Event) -> None:
+    backend = _timed(result, "start", start)
     key = ChunkKey(NAMESPACE, 0, os.urandom(32))
     trailer = Trailer(key, b"", 1, (), "identity", PAYLOAD, PAYLOAD)
     nbytes = frame_bytes(PAYLOAD, 0)
@@ -105,6 +113,11 @@ def _work(
         seal(sent.view, trailer)
         if backend.capabilities.resident:
             sent.retain("ram")  # `adopt` takes over one count
+        result.step = "health"
+        health = backend.health()
+        if health.state is HealthState.DOWN:
+            raise BackendError(health.detail or "the store is down")  # noqa: TRY301  as if the call had failed
+        result.remark = health.detail
         started.set()
         _round_trip(backend, key, sent, got, result)
     except BaseException:

@@ -206,7 +206,7 @@ class _Sums:
             return
         check = getattr(tier.options, "check", None)
         if callable(check):
-            context = BackendContext(tier=tier.name, capacity=capacity, ranks=self.config.ranks)
+            context = BackendContext(tier=tier.name, capacity=capacity, ranks=self.config.ranks, deadline=tier.deadline)
             try:
                 messages = [str(message) for message in check(context)]
             except Exception as error:  # noqa: BLE001  a stranger's check may raise anything

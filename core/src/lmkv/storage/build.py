@@ -59,7 +59,7 @@ def build_tier(  # noqa: PLR0917  what one tier is made of
 ) -> Tier:
     """One tier, its backend started."""
     factory = host.load_backend(entry.backend)
-    context = BackendContext(tier=entry.name, capacity=capacity, ranks=ranks)
+    context = BackendContext(tier=entry.name, capacity=capacity, ranks=ranks, deadline=entry.deadline)
     try:
         backend = factory(entry.options, context)
     except (LmkvError, OSError) as e:
