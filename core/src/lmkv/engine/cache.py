@@ -106,11 +106,15 @@ class CacheEngine:
         """An empty chain of this namespace's geometry."""
         return KeyChain(self.namespace.chunk_tokens, self.namespace.page_tokens, extras)
 
-    def begin_lookup(self, chain: KeyChain, *, hold: bool = True) -> LookupTicket:
+    def begin_lookup(self, chain: KeyChain, *, hold: bool = True, prefill_rate: float = 0.0) -> LookupTicket:
         """Ask how much of the chain's tokens is cached. Returns at once; never raises for what the service does.
 
         Asks for the full chunks and for the whole pages after them; if a full chunk is missing, for the pages of that
         one. With `hold`, what is found is leased and its loads begin. The chain may be extended meanwhile.
+
+        `prefill_rate` is how many tokens the engine computes in a second, as measured. With it, the hit ends where
+        loading more would take longer than computing it, and `Hit.withheld_tokens` says how much that leaves out. At 0
+        (unknown) nothing is left out for that.
         """
         connection = None
         error: BaseException | None = None
@@ -118,7 +122,7 @@ class CacheEngine:
             connection = self.client.connection()
         except ClosedError as e:
             error = e
-        ticket = LookupTicket(connection, self.namespace.id, chain, hold=hold)
+        ticket = LookupTicket(connection, self.namespace.id, chain, hold=hold, prefill_rate=prefill_rate)
         ticket.error = error
         ticket.begin()
         return ticket
@@ -258,9 +262,13 @@ class CacheEngine:
             self.release(hit.lease)
         return arrived
 
-    def lookup(self, tokens: Tokens, extras: Extras = NO_EXTRAS) -> int:
-        """How many leading tokens are cached; a whole number of pages. 0 when the service does not answer."""
-        ticket = self.begin_lookup(self._chain_of(token_array(tokens), extras), hold=False)
+    def lookup(self, tokens: Tokens, extras: Extras = NO_EXTRAS, *, prefill_rate: float = 0.0) -> int:
+        """How many leading tokens are cached; a whole number of pages. 0 when the service does not answer.
+
+        With `prefill_rate`, see `begin_lookup`, how many it pays to load.
+        """
+        chain = self._chain_of(token_array(tokens), extras)
+        ticket = self.begin_lookup(chain, hold=False, prefill_rate=prefill_rate)
         hit = ticket.wait(CALL_SECONDS)
         return 0 if hit is None else hit.tokens
 

@@ -35,6 +35,8 @@ class Hit:
     """Digest of the frame that the pages lie in; it is number `chunks` of the lease."""
     tiers: tuple[str, ...] = ()
     """Name of the tier that each chunk, and then the partial one, was found in."""
+    withheld_tokens: int = 0
+    """Tokens behind these that are stored as well, but are computed sooner than loaded. Also in a hit of nothing."""
 
 
 NOTHING: Final = Hit()
@@ -58,14 +60,24 @@ class LookupTicket:
         "_hold",
         "_lock",
         "_namespace",
+        "_prefill_rate",
         "error",
     )
 
-    def __init__(self, connection: Connection | None, namespace: bytes, chain: KeyChain, *, hold: bool) -> None:
+    def __init__(
+        self,
+        connection: Connection | None,
+        namespace: bytes,
+        chain: KeyChain,
+        *,
+        hold: bool,
+        prefill_rate: float = 0.0,
+    ) -> None:
         self._connection = connection
         self._namespace = namespace
         self._chain = chain
         self._hold = hold
+        self._prefill_rate = prefill_rate
         self._asked = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -83,7 +95,7 @@ class LookupTicket:
         if connection is None or not (digests or rest):
             self._finish(self._found)
             return
-        request = Lookup(self._namespace, b"".join(digests), b"".join(rest), self._hold)
+        request = Lookup(self._namespace, b"".join(digests), b"".join(rest), self._hold, self._prefill_rate)
         connection.call(request).add_done_callback(self._answered)
 
     def poll(self) -> Hit | None:
@@ -127,12 +139,14 @@ class LookupTicket:
             follow.add_done_callback(self._extended)
 
     def _follow(self, found: Found) -> Future[Reply] | None:
-        """Ask for the pages of the first chunk that was missing; None when none was."""
+        """Ask for the pages of the first chunk that was missing; None when none was, or it is there but withheld."""
         chain, connection = self._chain, self._connection
-        if connection is None or found.chunks >= self._asked:
+        if connection is None or found.chunks >= self._asked or found.withheld:
             return None
         prefixes = b"".join(chain.prefixes(found.chunks))
-        return connection.call(Extend(found.lease, self._namespace, found.chunks, prefixes, self._hold))
+        return connection.call(
+            Extend(found.lease, self._namespace, found.chunks, prefixes, self._hold, self._prefill_rate)
+        )
 
     def _extended(self, future: Future[Reply]) -> None:
         before = self._found
@@ -147,20 +161,20 @@ class LookupTicket:
             self._finish(Found(before.lease, 0))
             return
         tiers = before.tiers[: before.chunks] + found.tiers[-1:] if found.pages else before.tiers
-        self._finish(Found(found.lease, before.chunks, found.pages, found.frame, tiers))
+        self._finish(Found(found.lease, before.chunks, found.pages, found.frame, tiers, found.withheld))
 
     def _finish(self, found: Found) -> None:
-        hit = NOTHING
+        hit = Hit(withheld_tokens=found.withheld) if found.withheld else NOTHING
         if found.chunks or found.pages:
             chain, names = self._chain, self._connection.welcome.tiers if self._connection else ()
             tokens = found.chunks * chain.chunk_tokens + found.pages * chain.page_tokens
             tiers = tuple([names[i] if 0 <= i < len(names) else "?" for i in found.tiers])
-            hit = Hit(found.lease, found.chunks, found.pages, tokens, found.frame, tiers)
+            hit = Hit(found.lease, found.chunks, found.pages, tokens, found.frame, tiers, found.withheld)
         with self._lock:
             unwanted = self._cancelled
             if not unwanted:
                 self._hit = hit
-        if unwanted or hit is NOTHING:
+        if unwanted or not hit.tokens:
             self._release(found.lease)
         self._done.set()
 

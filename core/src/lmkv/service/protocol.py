@@ -102,6 +102,12 @@ class Lookup(Message, frozen=True):
     """Page-prefix digests (1 page, 2 pages, …) of the tokens that follow the last full chunk."""
     hold: bool = True
     """False: only count; nothing is leased or loaded."""
+    prefill_rate: float = 0.0
+    """Tokens that the engine computes in a second, as measured; 0: unknown, nothing is withheld for being slow."""
+    min_tokens: int = 0
+    """Do not offer fewer tokens than these from below RAM; what the configuration says if that is more."""
+    max_wait: float = 0.0
+    """Do not offer what takes more seconds to load; 0: what the configuration says."""
 
 
 class Extend(Message, frozen=True):
@@ -117,6 +123,8 @@ class Extend(Message, frozen=True):
     chunks: int
     prefixes: bytes
     hold: bool = True
+    prefill_rate: float = 0.0
+    """As in `Lookup`."""
 
 
 class Found(Message, frozen=True):
@@ -132,6 +140,8 @@ class Found(Message, frozen=True):
     """Digest of that frame, empty when `pages` is 0."""
     tiers: tuple[int, ...] = ()
     """For each full chunk, then for the partial one: index of the tier (in `Welcome.tiers`) that it was found in."""
+    withheld: int = 0
+    """Tokens behind those that are stored as well, but are computed sooner than loaded."""
 
 
 class Trim(Message, frozen=True):
