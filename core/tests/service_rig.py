@@ -14,6 +14,7 @@ import pytest
 
 from lmkv.errors import ConfigError
 from lmkv.memory import Pool
+from lmkv.observe.clients import NOBODY, Who
 from lmkv.service import files, server, wire
 from lmkv.service.client import SocketClient
 from lmkv.service.protocol import (
@@ -73,9 +74,11 @@ class FakeStorage:
         self.pool = Pool.create(1 << 16, hugepages="off", prefault=False)
         self.tiers = ("ram", "disk")
         self.sessions: list[FakeSession] = []
+        self.who: list[Who] = []
         self.closed = False
 
-    def open_session(self, name: str) -> FakeSession:
+    def open_session(self, name: str, who: Who = NOBODY) -> FakeSession:
+        self.who.append(who)
         return FakeSession(self, name)
 
     async def close(self, deadline: float) -> None:

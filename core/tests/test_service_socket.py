@@ -15,11 +15,13 @@ from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from service_rig import BLOB, FakeStorage, Served, drained, raw
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError, ProtocolError
 from lmkv.memory import Pool
+from lmkv.observe.clients import NOBODY, Who
 from lmkv.service import connection as connection_module
 from lmkv.service import files, peer, server, wire
 from lmkv.service.client import SocketClient
@@ -113,6 +115,26 @@ def test_two_clients_have_a_session_each(served: Served, client: SocketClient) -
     with pytest.raises(ClosedError):
         other.call(GetHealth()).result(0)
     assert client.call(GetHealth()).result(10)
+
+
+def test_a_client_says_who_it_is(served: Served) -> None:
+    """Also one with names that are no names: they are cut and cleaned before they are sent, and again on arrival."""
+    wild = Who("m\udcff" + "\x00" * 5000, "0", "engine")
+    for who in (Who("model", "1", "engine"), wild):
+        SocketClient(served.path, "rank", prefault=False, who=who).close()
+    first, second = served.storage.who
+    assert first == Who("model", "1", "engine")
+    assert len(second.model) == 128
+    assert second.instance == "engine"
+    with socket.socket(socket.AF_UNIX) as sock:  # an older client, whose message has no such fields
+        sock.settimeout(20)
+        sock.connect(served.path)
+        old = msgspec.msgpack.encode([0, ["Hello", 1, 1, "old"]])
+        sock.sendall(wire.LENGTH.pack(len(old)) + old)
+        _, fd = wire.receive_welcome(sock, time.monotonic() + 20)
+        assert fd is not None
+        os.close(fd)
+    assert served.storage.who[2] == NOBODY
 
 
 def test_large_messages_go_through_small_buffers(client: SocketClient) -> None:

@@ -838,6 +838,14 @@ def test_bad_requests_are_refused() -> None:
                 p.Reserve(client.space.id, 0, (p.NewFrame(b"short", b"", 2, frame.prefixes),)),
                 p.Reserve(client.space.id, 0, (p.NewFrame(frame.digest, b"", 2, b""),)),
                 p.Observe({"lmkv_pool_bytes": 1.0}),
+                p.Observe({"lmkv_tier_bytes_total|tier=ram|op=get": 1.0}),
+                p.Observe({"lmkv_hit_tokens_total|tier=made-up": 1.0}),
+                p.Observe({"lmkv_misses_total|reason=made up": 1.0}),
+                p.Observe({"lmkv_lookup_tokens_total|tier=ram": 1.0}),
+                p.Observe({"lmkv_lookup_tokens_total|model=another": 1.0}),
+                p.Observe({"lmkv_lookup_tokens_total": -1.0}),
+                p.Observe({"lmkv_lookup_tokens_total": float("inf")}),
+                p.Observe({"lmkv_lookup_tokens_total": float("nan")}),
                 p.Ok(),
             ]
             for message in bad:
@@ -848,8 +856,10 @@ def test_bad_requests_are_refused() -> None:
             for stranger in (p.Done(77), p.Release(77), p.Commit(77), p.Abort(77), p.Trim(77, 1)):
                 client.ask(stranger)
             assert client.ask(p.Acquire(77, 0, 0, 2)).reasons == ("expired", "expired")
+            series = len(manager.metrics.snapshot())
             client.ask(p.Observe({"lmkv_hit_tokens_total|tier=ram": 4.0}))
             assert manager.metrics.value("lmkv_hit_tokens_total", tier="ram") == 4
+            assert len(manager.metrics.snapshot()) == series + 1, "only what was counted has a series"
 
     run(body())
 

@@ -47,6 +47,9 @@ class Who:
         return {name: label_value(value) for name, value in values}
 
 
+NOBODY: Final = Who()
+
+
 class Clients:
     """Gives clients their series. On one thread.
 
@@ -96,7 +99,9 @@ class ClientMetrics:
         self._open = True
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
-        """Add `value`, which is not negative, to a counter."""
+        """Add `value`, which is not negative, to a counter. What comes after the client's end is not counted."""
+        if not self._open:
+            return
         key = (name, tuple(labels.items()))
         found = self._bound.get(key)
         if found is None:
@@ -106,7 +111,7 @@ class ClientMetrics:
         found.inc(value)
 
     def close(self) -> None:
-        """The client has gone. Idempotent; nothing may be counted afterwards."""
+        """The client has gone. Idempotent."""
         if self._open:
             self._open = False
             self._clients.closed(self._who)

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError, LmkvError
+from lmkv.observe.clients import NOBODY
 from lmkv.service import wire
 from lmkv.service.connection import SocketConnection
 from lmkv.service.link import StorageClient
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
+    from lmkv.observe.clients import Who
     from lmkv.service.protocol import Reply, Request, Welcome
 
 log = logging.getLogger("lmkv.client")
@@ -40,6 +42,7 @@ class SocketClient(StorageClient):
         name: for people: `vllm-scheduler`, `vllm-worker-0`.
         timeout: seconds that the constructor may wait.
         prefault: touch the mapped pool in the background; for clients that copy.
+        who: labels of what is counted for this client.
         revive: called in the client's thread, at growing pauses, while nobody listens: may start the service.
         credentials: for tests.
 
@@ -55,12 +58,14 @@ class SocketClient(StorageClient):
         *,
         timeout: float = 10.0,
         prefault: bool = True,
+        who: Who = NOBODY,
         revive: Callable[[], None] | None = None,
         credentials: Callable[[socket.socket], tuple[int, int]] = wire.peer,
     ) -> None:
         self.path = os.fspath(path)
         self.name = name
         self._prefault = prefault
+        self._who = who
         self._credentials = credentials
         self._revive = revive
         self._registered: dict[str, Register] = {}
@@ -114,7 +119,7 @@ class SocketClient(StorageClient):
 
     def _connect(self, timeout: float) -> SocketConnection:
         return SocketConnection.connect(
-            self.path, self.name, timeout, prefault=self._prefault, credentials=self._credentials
+            self.path, self.name, timeout, prefault=self._prefault, who=self._who, credentials=self._credentials
         )
 
     # --- the client's own thread ---

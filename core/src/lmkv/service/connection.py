@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError, LmkvError, ProtocolError
 from lmkv.memory import Pool
+from lmkv.observe.clients import NOBODY
 from lmkv.service import wire
 from lmkv.service.link import Connection, failed, settle
 from lmkv.service.protocol import MAX_MESSAGE, VERSION, Hello, Refused, Welcome
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from lmkv.observe.clients import Who
     from lmkv.service.protocol import Message, Reply, Request
 
 log = logging.getLogger("lmkv.client")
@@ -59,6 +61,7 @@ class SocketConnection(Connection):
         timeout: float,
         *,
         prefault: bool = True,
+        who: Who = NOBODY,
         credentials: Callable[[socket.socket], tuple[int, int]] = wire.peer,
     ) -> SocketConnection:
         """Connect, shake hands and map the pool; blocks at most about `timeout` seconds.
@@ -75,7 +78,7 @@ class SocketConnection(Connection):
                 sock.settimeout(timeout)
                 sock.connect(path)
                 wire.check_peer(sock, credentials)
-                sock.sendall(wire.encode(0, Hello(VERSION, os.getpid(), name)))
+                sock.sendall(wire.encode(0, Hello(VERSION, os.getpid(), name, **who.labels())))
             except OSError as e:
                 raise ClosedError(f"no lmkv service at {path}: {e.strerror or e}") from e
             reply, fd = wire.receive_welcome(sock, deadline)

@@ -6,8 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from lmkv.errors import ConfigError, ProtocolError
-from lmkv.observe.families import BY_NAME
+from lmkv.errors import ConfigError
 from lmkv.service import protocol as p
 from lmkv.service.protocol import split_digests
 from lmkv.storage.driver import DEMOTE, QUEUED
@@ -34,7 +33,6 @@ class Control:
             p.Recode: self._recode,
             p.Clear: self._clear,
             p.GetHealth: self._health,
-            p.Observe: self._observe,
         }
 
     def _entries(self, namespace: bytes, blob: bytes) -> Iterator[Entry]:
@@ -118,6 +116,10 @@ class Control:
             if not namespaces:
                 raise ConfigError(f"there is no namespace {message.namespace.hex()}", kind="namespace")
         counts: Counter[str] = Counter({tier.name: 0 for tier in tiers})
+        for tier in tiers:
+            lost = [key for key in tier.unreadable if key.namespace in {n.id for n in namespaces}]
+            counts[tier.name] += len(lost)
+            tier.delete(lost)
         for namespace in namespaces:
             for entry in list(namespace.entries.values()):
                 for tier in tiers:
@@ -133,12 +135,3 @@ class Control:
         del message
         state, tiers = self._manager.health()
         return p.HealthReport(state, tiers, self._manager.holds(), self._manager.metrics.snapshot())
-
-    def _observe(self, message: p.Observe) -> None:
-        for name, value in message.counts.items():
-            family, *labels = name.split("|")
-            known = BY_NAME.get(family)
-            pairs = dict(label.split("=", 1) for label in labels if "=" in label)
-            if known is None or known.kind != "counter" or set(pairs) != set(known.labels) or not value >= 0:
-                raise ProtocolError(f"{name!r} is not a counter that a client may raise")
-            self._manager.metrics.inc(family, value, **pairs)

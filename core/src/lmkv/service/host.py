@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import socket
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -16,6 +18,7 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.errors import ClosedError, LmkvError
+from lmkv.observe.clients import NOBODY, label_value
 from lmkv.service.link import Connection, StorageClient, failed, settle
 from lmkv.service.protocol import VERSION, Welcome
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from lmkv.config import Config
+    from lmkv.observe.clients import Who
     from lmkv.service.node import NodeStorage
     from lmkv.service.protocol import Message, Reply, Request
     from lmkv.service.session import Session
@@ -53,7 +57,8 @@ async def start_storage(config: Config) -> NodeStorage:
     from lmkv.plugins import PluginHost  # noqa: PLC0415
     from lmkv.service.node import NodeStorage  # noqa: PLC0415
 
-    return await NodeStorage.start(config, PluginHost.discover(), Metrics())
+    instance = label_value(config.metrics.instance or f"{socket.gethostname()}:{os.getpid()}")
+    return await NodeStorage.start(config, PluginHost.discover(), Metrics({"instance": instance}))
 
 
 class ThreadHost:
@@ -139,12 +144,12 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 class LocalConnection(Connection):
     """A session of a `ThreadHost`. Its loop is woken once for all messages that are waiting."""
 
-    def __init__(self, host: ThreadHost, name: str) -> None:
+    def __init__(self, host: ThreadHost, name: str, who: Who) -> None:
         super().__init__()
         self.pool = host.storage.pool
         self.welcome = host.welcome
         self._loop = host.loop
-        self._session: Session = host.run(self._open(host.storage, name), CLOSE_SECONDS)
+        self._session: Session = host.run(self._open(host.storage, name, who), CLOSE_SECONDS)
         self._inbox: deque[tuple[Message, Future[Reply] | None]] = deque()
         self._woken = False
         self._alive = True
@@ -153,8 +158,8 @@ class LocalConnection(Connection):
         self._pending: set[Future[Reply]] = set()
 
     @staticmethod
-    async def _open(storage: NodeStorage, name: str) -> Session:
-        return storage.open_session(name)
+    async def _open(storage: NodeStorage, name: str, who: Who) -> Session:
+        return storage.open_session(name, who)
 
     def call(self, request: Request) -> Future[Reply]:
         """See `Connection.call`; the loop thread is the one that runs callbacks."""
@@ -254,16 +259,17 @@ class LocalClient(StorageClient):
     Args:
         host: stays the caller's, who closes it after its clients.
         name: for people.
+        who: labels of what is counted for this client.
 
     Raises:
         ClosedError: the host is closed.
     """
 
-    def __init__(self, host: ThreadHost, name: str = "local") -> None:
+    def __init__(self, host: ThreadHost, name: str = "local", who: Who = NOBODY) -> None:
         if host.closed:
             raise ClosedError("the host is closed")
         self._host = host
-        self._connection = LocalConnection(host, name)
+        self._connection = LocalConnection(host, name, who)
         host.adopt(self)
 
     def connection(self) -> LocalConnection:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service.session import Session
 from lmkv.storage.manager import StorageManager
 
 if TYPE_CHECKING:
     from lmkv.config import Config
+    from lmkv.observe.clients import Who
     from lmkv.observe.http import MetricsServer
     from lmkv.observe.metrics import Metrics
     from lmkv.plugins import PluginHost
@@ -31,6 +33,7 @@ class NodeStorage:
         self.pool = manager.pool
         self.tiers = manager.tiers
         self.metrics = manager.metrics
+        self._clients = Clients(manager.metrics)
 
     @classmethod
     async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> NodeStorage:
@@ -52,9 +55,9 @@ class NodeStorage:
                 page.close()
             raise
 
-    def open_session(self, name: str) -> Session:
-        """A client has come; the host closes its session when it has gone."""
-        return Session(self.manager, name)
+    def open_session(self, name: str, who: Who = NOBODY) -> Session:
+        """A client has come, who counts as `who`; the host closes its session when it has gone."""
+        return Session(self.manager, name, self._clients.open(who))
 
     async def close(self, deadline: float = 5.0) -> None:
         """Stop within `deadline` seconds. Idempotent."""

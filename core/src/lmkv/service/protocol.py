@@ -49,6 +49,10 @@ class Hello(Message, frozen=True):
     pid: int
     name: str
     """For people: `vllm-scheduler`, `vllm-worker-0`, `cli`."""
+    model: str = ""
+    """This and what follows: labels of all that is counted for this client, see `lmkv.observe.clients.Who`."""
+    rank: str = ""
+    instance: str = ""
 
 
 class Welcome(Message, frozen=True):
@@ -305,7 +309,8 @@ class HealthReport(Message, frozen=True):
 class Observe(Message, frozen=True):
     """Counts things that happened in a client in the service's metrics. One-way.
 
-    Names are counters of `lmkv.observe.families`, labels behind them: ``lmkv_hit_tokens_total|tier=ram``.
+    Names are counters of `lmkv.observe.families` that clients have, labels behind them:
+    ``lmkv_hit_tokens_total|tier=ram``. Model, rank and instance are those of the `Hello`.
     """
 
     counts: dict[str, float]

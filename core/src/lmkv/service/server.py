@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ConfigError, LmkvError, ProtocolError
+from lmkv.observe.clients import Who
 from lmkv.service import files, wire
 from lmkv.service.connection import version_message
 from lmkv.service.host import start_storage, welcome_of
@@ -104,7 +105,7 @@ class Server:
             name = "".join(c if c.isprintable() else "?" for c in hello.name[:NAME_CHARACTERS])
             if hello.version != VERSION:
                 raise ProtocolError(version_message(VERSION, hello.version), kind="version")  # noqa: TRY301
-            await self._enter(sock, name or "unnamed", pid)
+            await self._enter(sock, name or "unnamed", Who(hello.model, hello.rank, hello.instance), pid)
             admitted = True
         except LmkvError as e:
             log.warning("a connection was refused: %s", e)
@@ -137,9 +138,9 @@ class Server:
             data += more
         return data
 
-    async def _enter(self, sock: socket.socket, name: str, pid: int) -> None:
+    async def _enter(self, sock: socket.socket, name: str, who: Who, pid: int) -> None:
         """From here on it is a client."""
-        peer = Peer(sock, self._storage.open_session(name), name, pid, self._gone)
+        peer = Peer(sock, self._storage.open_session(name, who), name, pid, self._gone)
         try:
             welcome = wire.encode(0, self._welcome)
             if socket.send_fds(sock, [welcome], [self._storage.pool.fd]) != len(welcome):

@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING
 
 from lmkv.errors import ClosedError, ConfigError, ProtocolError
 from lmkv.frame import frame_bytes
+from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service import protocol as p
+from lmkv.service.checks import check_frame
 from lmkv.service.control import Control
+from lmkv.service.counts import Counts
 from lmkv.service.protocol import MAX_FRAMES, split_digests
 from lmkv.storage.driver import QUEUED, RUNNING
 from lmkv.storage.leases import Slot
 from lmkv.storage.loads import Wanted
-from lmkv.types import DIGEST_BYTES, MissReason
+from lmkv.types import MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from lmkv.memory import MemoryObject
+    from lmkv.observe.clients import ClientMetrics
     from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Lease
     from lmkv.storage.manager import StorageManager
@@ -34,14 +38,14 @@ if TYPE_CHECKING:
 class Session:
     """What one client holds: leases, holds of frames that it copies, reservations of frames that it fills."""
 
-    def __init__(self, manager: StorageManager, name: str) -> None:
+    def __init__(self, manager: StorageManager, name: str, metrics: ClientMetrics | None = None) -> None:
         self.name = name
         self.leases: set[int] = set()
         self.holds: dict[int, list[MemoryObject]] = {}
         self.reservations: dict[int, list[Slot]] = {}
         self._manager = manager
         self._stack = manager.stack
-        self._metrics = manager.metrics
+        self._metrics = metrics or Clients(manager.metrics).open(NOBODY)
         self._closed = False
         manager.sessions.add(self)
         control = Control(manager)
@@ -56,6 +60,7 @@ class Session:
             p.Reserve: self._reserve,
             p.Commit: self._commit,
             p.Abort: self._abort,
+            p.Observe: Counts(self._metrics, manager.tiers),
             **control.verbs,
         }
 
@@ -84,6 +89,7 @@ class Session:
         for number in list(self.leases):
             self._release(p.Release(number))
         self._manager.sessions.discard(self)
+        self._metrics.close()
 
     # --- look-up -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +288,7 @@ class Session:
         if not 0 <= message.shard < namespace.shards:
             raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
         for frame in message.frames:
-            _check_frame(namespace, frame)  # all of them before any gets memory
+            check_frame(namespace, frame)  # all of them before any gets memory
         number = self._manager.holdings.number()
         slots: list[Slot] = []
         offsets: list[int] = []
@@ -331,11 +337,12 @@ class Session:
     def _commit(self, message: p.Commit) -> None:
         slots = self.reservations.pop(message.reservation, [])
         failed = set(message.failed)
-        tokens = 0
+        tokens: Counter[int] = Counter()
         for i, slot in enumerate(slots):
-            if self._fill_ended(slot, stored=i not in failed) and slot.shard == 0:
-                tokens += slot.entry.pages * self._manager.chunk_tokens // slot.entry.namespace.chunk_pages
-        self._metrics.inc("lmkv_stored_tokens_total", tokens)
+            if self._fill_ended(slot, stored=i not in failed):
+                tokens[slot.shard] += slot.entry.pages * self._manager.chunk_tokens // slot.entry.namespace.chunk_pages
+        self._metrics.inc("lmkv_rank_stored_tokens_total", sum(tokens.values()))
+        self._metrics.inc("lmkv_stored_tokens_total", tokens[0])
 
     def _abort(self, message: p.Abort) -> None:
         for slot in self.reservations.pop(message.reservation, []):
@@ -384,14 +391,3 @@ def _present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]
             break
         entries.append(entry)
     return entries
-
-
-def _check_frame(namespace: NamespaceIndex, frame: p.NewFrame) -> None:
-    """Whether a frame can be what it says; `ProtocolError` if not."""
-    if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
-        raise ProtocolError(f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}")
-    if len(frame.prefixes) != (frame.pages - 1) * DIGEST_BYTES or len(frame.parent) not in {0, DIGEST_BYTES}:
-        raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(frame.prefixes)} bytes of page prefixes")
-    entry = namespace.entries.get(frame.digest)
-    if entry is not None and entry.pages != frame.pages:
-        raise ProtocolError(f"a frame of {frame.pages} pages under a digest that names {entry.pages}")
