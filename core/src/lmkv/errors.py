@@ -5,6 +5,7 @@
     ├── PluginError      a distribution that the configuration names cannot be used
     ├── BackendError     a tier is ill: becomes a miss, a counter and a state, never an engine error
     ├── FrameError       stored bytes are not what their key says: a counted miss, the frame is set aside
+    │   └── UnreadableError  they may be right, but the codec or key to read them is not here: a miss, the frame stays
     ├── ProtocolError    the other end of a socket said something that the protocol does not allow
     └── ClosedError      the object, or the service behind it, has gone
 
@@ -60,6 +61,12 @@ class FrameError(LmkvError):
     """Stored bytes do not verify: magic, version, lengths, key or checksum."""
 
     default_kind = "corrupt"
+
+
+class UnreadableError(FrameError):
+    """Nothing is wrong with the stored bytes as far as can be told; the codec or the key to read them is not here."""
+
+    default_kind = "unreadable"
 
 
 class ProtocolError(LmkvError):

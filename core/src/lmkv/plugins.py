@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import pluggy
+from pydantic import ValidationError
 
 from lmkv import hookspecs
 from lmkv.errors import ConfigError, PluginError
@@ -160,10 +161,25 @@ class PluginHost:
         found = self._find("backend", self.backends, name)
         return _guarded("backend", found, found.spec.load)
 
-    def load_codec(self, name: str) -> Codec:
-        """Import the codec and make one; raises as `load_backend`."""
+    def codec_options(self, name: str) -> type[BaseModel] | None:
+        """The pydantic model of a codec's options, None when it has none; raises as `options_model`."""
         found = self._find("codec", self.codecs, name)
-        return _guarded("codec", found, lambda: found.spec.load()())  # noqa: PLW0108  load must run inside the guard
+        return None if found.spec.options is None else _guarded("codec", found, found.spec.options)
+
+    def load_codec(self, name: str, options: BaseModel | None = None) -> Codec:
+        """Import the codec and make one; raises as `load_backend`.
+
+        `options` None: its defaults; `ConfigError` where it has none.
+        """
+        found = self._find("codec", self.codecs, name)
+
+        def make() -> Codec:
+            factory = found.spec.load()
+            if found.spec.options is None:
+                return factory()
+            return factory(_defaults(name, found.spec.options()) if options is None else options)
+
+        return _guarded("codec", found, make)
 
     def load_policy(self, name: str) -> EvictionPolicy:
         """Import the policy and make one; raises as `load_backend`."""
@@ -286,11 +302,20 @@ def _explains(problem: Problem, kind: Kind, name: str) -> bool:
     return named or any("-".join(part).endswith(f"-{kind}-{name}") for part in parts)
 
 
+def _defaults(codec: str, model: type[BaseModel]) -> BaseModel:
+    """The options of a codec of which nobody has said any."""
+    try:
+        return model()
+    except ValidationError as error:
+        missing = ", ".join(str(detail["loc"][0]) for detail in error.errors() if detail["loc"])
+        raise ConfigError(f"codec {codec!r} needs options: {missing}", kind="codec") from None
+
+
 def _guarded(kind: Kind, found: Registered[Any], load: Callable[[], Loaded]) -> Loaded:
     """Call a plugin's function; what it raises becomes a `PluginError` with its traceback."""
     try:
         return load()
-    except ConfigError:
+    except (ConfigError, PluginError):
         raise
     except (Exception, SystemExit) as error:
         who = f"{found.distribution} {found.version}".strip()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pydantic import BaseModel
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.types import ChunkKey
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
 API: Final = 1
 """The plugin contract's number. A spec of another number is reported and not used."""
 
@@ -53,26 +55,82 @@ class BackendSpec:
     api: int = API
 
 
-class Codec(Protocol):
-    """Turns payloads into smaller (or sealed) ones and back. Thread-safe; releases the GIL in its work."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What a codec is told about the payload in its hands.
+
+    `key`, `raw_bytes` and `context` are always right. What the namespace says of the values is there for `encode` only:
+    what `decode` needs of it, `encode` has to write into its output.
+    """
+
+    key: ChunkKey
+    raw_bytes: int
+    """Length of the payload before encoding."""
+    dtype: str = ""
+    """Type of the KV values as the connector declared it: `bfloat16`, `float16`, `float32`, …; empty: unknown."""
+    context: bytes = b""
+    """What else the frame's trailer says: chunks before this one, page prefixes. For codecs that authenticate."""
+    pages: int = 0
+    """Pages in the payload; 0: unknown."""
+    page_tokens: int = 0
+    """Tokens of a page; 0: unknown."""
+    runs: tuple[int, ...] = ()
+    """Bytes of each run of one page. The payload is, for each run in order, that run of all its pages."""
+
+
+class Codec(ABC):
+    """Turns payloads into smaller (or sealed) ones and back. Thread-safe; releases the GIL in its work.
+
+    A codec reads whatever was stored under its name, also with other options. It makes no payload longer than the raw
+    one by more than `GROWTH` bytes.
+    """
 
     name: str
-    lossless: bool
+    lossless: bool = True
+    seals: bool = False
+    """What it makes cannot be read without a key: a tier with such a codec never stores a frame without it."""
 
-    def encode(self, raw: memoryview) -> bytes | memoryview:
-        """The encoded payload, in any length."""
+    @abstractmethod
+    def encode(self, raw: memoryview, about: Payload) -> Sequence[Buffer]:
+        """The encoded payload in one or more parts, to be stored one behind the other. May be parts of `raw`."""
 
-    def decode(self, encoded: memoryview, into: memoryview) -> None:
-        """Fill `into` (exactly the raw length) or raise `FrameError`."""
+    @abstractmethod
+    def decode(self, encoded: memoryview, into: memoryview, about: Payload) -> None:
+        """Fill `into`, which has exactly the raw length. On an error its content is undefined.
+
+        Raises:
+            FrameError: it is nothing that `encode` made, or not of this length; never anything else for wrong bytes.
+            UnreadableError: it may be right, but what is needed to read it, such as a key, is not here.
+        """
+
+    def refusal(self, dtype: str) -> str:
+        """Why KV of that type (see `Payload.dtype`) cannot be encoded: a clause for a message; empty: it can be."""
+        del dtype
+        return ""
+
+
+GROWTH: Final = 1024
+"""Bytes by which the output of a codec may exceed the raw payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """A codec that a distribution offers; `load` returns a callable that makes one."""
+    """A codec that a distribution offers.
+
+    `load` returns a callable that makes one, and may import its library. With `options` (which returns a pydantic
+    model and must import nothing heavy) that callable gets an instance of the model.
+    """
 
     name: str
     summary: str
-    load: Callable[[], Callable[[], Codec]]
+    load: Callable[[], Callable[..., Codec]]
+    options: Callable[[], type[BaseModel]] | None = None
+    lossless: bool = True
+    """As the codec's own."""
+    seals: bool = False
+    """As the codec's own. After such a codec nothing gets smaller, so it has to be the last of a chain."""
+    reads_values: bool = False
+    """It looks at the payload as KV values, so it has to be the first of a chain."""
     api: int = API
 
 

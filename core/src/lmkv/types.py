@@ -75,6 +75,8 @@ class MissReason(enum.Enum):
     EXPIRED = "expired"
     NAMESPACE = "namespace"
     CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    """The frame is there, but the codec or the key to read it is not here."""
     DEADLINE = "deadline"
     TIER_OPEN = "tier_open"
     FAILED = "failed"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lmkv.errors import FrameError
+from lmkv.specs import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmkv.specs import Buffer, Payload
 
 
-class IdentityCodec:
+class IdentityCodec(Codec):
     """Payloads as they are; `encode` copies nothing."""
 
     name = "identity"
-    lossless = True
 
-    def encode(self, raw: memoryview) -> bytes | memoryview:
+    def encode(self, raw: memoryview, about: Payload) -> Sequence[Buffer]:  # noqa: ARG002
         """`raw` itself."""
-        return raw
+        return (raw,)
 
-    def decode(self, encoded: memoryview, into: memoryview) -> None:
+    def decode(self, encoded: memoryview, into: memoryview, about: Payload) -> None:  # noqa: ARG002
         """Copy.
 
         Raises:

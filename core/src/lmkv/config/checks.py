@@ -53,9 +53,5 @@ def _tier(tier: TierConfig, path: Path, host: PluginHost, unknown: frozenset[Pat
             host.policy(tier.evict)
         except PluginError as error:
             yield (*path, "evict"), str(error)
-    try:
-        host.codec(tier.codec)
-    except PluginError as error:
-        yield (*path, "codec"), str(error)
     if path[-1] == 0 and tier.write == "demote":
         yield (*path, "write"), "'demote' waits for evictions of the tier above, and the first tier has none above it"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr, ValidationError
 
 from lmkv.config.checks import cross_check
+from lmkv.config.codecs import read_chain
 from lmkv.config.environ import apply_environ, put
 from lmkv.config.faults import Fault, at, explain, printed
 from lmkv.config.limits import compute, refusal
@@ -164,8 +165,21 @@ class _Check:
                 self.dropped.add(("tiers", number, "backend"))
                 tier["options"] = NoOptions()
                 continue
-            context = {"ranks": _whole(ranks), "tier": tier.get("name", tier["backend"])}
+            context: dict[str, object] = {"ranks": _whole(ranks), "tier": tier.get("name", tier["backend"])}
+            self._codec(tier, ("tiers", number, "codec"), context)
             tier["options"] = self._validated(model, {} if raw is None else raw, path, context)
+
+    def _codec(self, tier: dict[str, Any], path: Path, context: dict[str, object]) -> None:
+        """Check a tier's codecs with their own models, and put the chain in their place."""
+        if "codec" not in tier:
+            return
+        chain = read_chain(
+            tier.pop("codec"), self.host, context, lambda below, message: self._fault((*path, *below), message)
+        )
+        if chain is None:
+            self.dropped.add(path)
+        else:
+            tier["codec"] = chain
 
     def _validated(self, model: type[BaseModel], raw: object, path: Path, context: dict[str, object]) -> BaseModel:
         try:

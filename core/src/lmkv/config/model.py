@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    PrivateAttr,
+    SerializeAsAny,
+    model_validator,
+)
 
+from lmkv.config.codecs import CodecChain, as_chain
 from lmkv.units import Amount, Interval, Seconds, Share, Size, shown
 
 if TYPE_CHECKING:
@@ -108,7 +119,11 @@ class TierConfig(Model):
     read: Literal["promote", "direct"] = Field(
         default="promote", description="What is read stays in the fastest tier as well, or only passes through."
     )
-    codec: str = Field(default="identity", description="Name of an installed codec.")
+    codec: Annotated[CodecChain, PlainValidator(as_chain), PlainSerializer(str, when_used="json")] = Field(
+        default=CodecChain(),
+        description="What is done to frames on their way down: a codec, or a list of them in order, each as its name or"
+        " as `{name: options}`.",
+    )
     deadline: Interval = Field(
         default=2.0, description="Time for a whole batch, queue included; then it counts as a miss."
     )
@@ -234,6 +249,14 @@ def _leaves(value: Any, path: tuple[str | int, ...], marks: Any = None) -> Itera
         for name, field in type(value).model_fields.items():
             marks = (*field.metadata, field.annotation)
             yield from _leaves(getattr(value, name), (*path, field.alias or name), marks)
+    elif isinstance(value, CodecChain):
+        yield path, str(value)
+        for step in value.steps:
+            if step.options is not None:
+                yield from _leaves(step.options, (*path, *step.path))
+    elif isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, (*path, str(name)))
     elif isinstance(value, (tuple, list)) and any(isinstance(item, BaseModel) for item in value):
         for number, item in enumerate(value):
             yield from _leaves(item, (*path, number))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from lmkv.config.codecs import CodecChain
 from lmkv.config.faults import fields, submodel
 from lmkv.units import kind_of, shown
 
@@ -41,7 +42,13 @@ def _values(info: Any) -> str:
     kind = kind_of((*info.metadata, info.annotation))
     if kind:
         return kind
-    words = {int: "whole number", bool: "`true`, `false`", str: "text", BaseModel: "mapping"}
+    words = {
+        int: "whole number",
+        bool: "`true`, `false`",
+        str: "text",
+        BaseModel: "mapping",
+        CodecChain: "name or list",
+    }
     plain = [part for part in (info.annotation, *_parts(info.annotation)) if part in words]
     return words[plain[0]]
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticUndefined
 
+from lmkv.config.codecs import options_schema
 from lmkv.config.faults import fields, submodel
 from lmkv.config.model import Config, NoOptions, TierConfig
 from lmkv.errors import LmkvError
@@ -33,14 +34,18 @@ def json_schema(host: PluginHost) -> dict[str, Any]:
     for name in sorted(host.backends):
         with contextlib.suppress(LmkvError):
             models[name] = host.options_model(name)
+    codecs = {name: model for name in sorted(host.codecs) if (model := _codec_options(host, name)) is not None}
     own = list(_own(Config))
-    wanted: list[type[BaseModel]] = list(dict.fromkeys([*own, *models.values(), NoOptions]))
+    wanted: list[type[BaseModel]] = list(dict.fromkeys([*own, *models.values(), *codecs.values(), NoOptions]))
     refs, schema = models_json_schema([(model, "validation") for model in wanted], ref_template="#/$defs/{model}")
     definitions = schema["$defs"]
     for model in own:
         _defaults(model, definitions[_name(refs[model, "validation"])])
     tier = definitions[_name(refs[TierConfig, "validation"])]
     _complete_tier(tier, host)
+    tier["properties"]["codec"] |= _codec(
+        host, {name: options_schema(m, refs[m, "validation"]) for name, m in codecs.items()}
+    )
     tier["allOf"] = [
         {
             "if": {"properties": {"backend": {"const": name}}, "required": ["backend"]},
@@ -77,12 +82,30 @@ def _complete_tier(tier: dict[str, Any], host: PluginHost) -> None:
     properties["options"] = {"type": ["object", "null"], "description": properties["options"]["description"]}
     choices = {
         "backend": sorted(host.backends),
-        "codec": sorted(host.codecs),
         "evict": [*sorted(host.policies), "none"],
     }
     for key, names in choices.items():
         if names:
             properties[key]["enum"] = names
+
+
+def _codec_options(host: PluginHost, name: str) -> type[BaseModel] | None:
+    try:
+        return host.codec_options(name)
+    except LmkvError:
+        return None
+
+
+def _codec(host: PluginHost, options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A name, a name with its options, or a list of both."""
+    one = [
+        {"enum": sorted(host.codecs)},
+        *(
+            {"type": "object", "properties": {name: schema}, "required": [name], "additionalProperties": False}
+            for name, schema in options.items()
+        ),
+    ]
+    return {"anyOf": [*one, {"type": "array", "items": {"anyOf": one}, "minItems": 1}], "default": "identity"}
 
 
 def _options(ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

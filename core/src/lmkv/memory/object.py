@@ -31,6 +31,9 @@ class Arena(Protocol):
     def reclaim(self, obj: MemoryObject) -> None:
         """The last count has gone. Called under `lock`."""
 
+    def shorten(self, obj: MemoryObject, nbytes: int) -> None:
+        """All behind the first `nbytes` of the object is free. Called under `lock`."""
+
 
 class MemoryObject:
     """A region of memory with an owner count. Thread-safe.
@@ -114,6 +117,19 @@ class MemoryObject:
                 self._view = None
                 self._arena.reclaim(self)
 
+    def shorten(self, nbytes: int) -> None:
+        """Keep the first `nbytes` bytes and give back the rest. For the only owner, before anybody else has a view.
+
+        Raises:
+            ValueError: it has not so many bytes, or none are to be kept.
+        """
+        if not 0 < nbytes <= self.nbytes:
+            raise ValueError(f"{nbytes} bytes of {self!r}")
+        with self._lock:
+            self._arena.shorten(self, nbytes)
+            self.nbytes = nbytes
+            self._view = None
+
     def holding(self) -> Holding:
         """Who holds it now; no owners where the pool does not trace."""
         return Holding(self.offset, self.nbytes, dict(self._owners or {}))
@@ -136,4 +152,7 @@ class _Borrowed:
         return self._view[offset : offset + nbytes]
 
     def reclaim(self, obj: MemoryObject) -> None:
+        """The buffer belongs to whoever made it."""
+
+    def shorten(self, obj: MemoryObject, nbytes: int) -> None:
         """The buffer belongs to whoever made it."""

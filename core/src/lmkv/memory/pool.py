@@ -205,6 +205,12 @@ class Pool:
         if self._live is not None:
             del self._live[obj.offset]
 
+    def shorten(self, obj: MemoryObject, nbytes: int) -> None:
+        """For `MemoryObject`: all behind its first `nbytes` is free. Called under `lock`."""
+        kept, taken = (nbytes + _MASK) & ~_MASK, (obj.nbytes + _MASK) & ~_MASK
+        if kept < taken:
+            self._extents.give(obj.offset + kept, taken - kept)
+
     def holders(self) -> list[Holding]:
         """Every live object and who holds it, ascending by offset. Empty unless made with `trace`."""
         with self.lock:

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.specs import BackendContext
+from lmkv.storage.codecs import Codecs
 from lmkv.storage.tier import Tier, TierSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lmkv.config import Config, Limits, TierConfig
     from lmkv.observe.metrics import Metrics
     from lmkv.plugins import PluginHost
-    from lmkv.specs import Codec
 
 
 def build_tiers(config: Config, limits: Limits, host: PluginHost, metrics: Metrics) -> list[Tier]:
@@ -25,14 +23,13 @@ def build_tiers(config: Config, limits: Limits, host: PluginHost, metrics: Metri
         PluginError: a plugin that the configuration names cannot be loaded.
         BackendError: a backend cannot be started; the message names the tier.
     """
-    codecs = codec_loader(host)
+    codecs = Codecs([entry.codec for entry in config.tiers], host)
     tiers: list[Tier] = []
     try:
         for number, entry in enumerate(config.tiers):
             tier = build_tier(number, entry, limits.capacities[number], config.ranks, host, codecs, metrics)
             tiers.append(tier)
             _check(tier)
-            codecs(entry.codec)
     except BaseException:
         for tier in tiers:
             tier.close(1.0)
@@ -54,10 +51,11 @@ def build_tier(  # noqa: PLR0917  what one tier is made of
     capacity: int | None,
     ranks: int,
     host: PluginHost,
-    codecs: Callable[[str], Codec],
+    codecs: Codecs,
     metrics: Metrics,
 ) -> Tier:
     """One tier, its backend started."""
+    codec = codecs.of(entry.codec, entry.name)
     factory = host.load_backend(entry.backend)
     context = BackendContext(tier=entry.name, capacity=capacity, ranks=ranks, deadline=entry.deadline)
     try:
@@ -70,7 +68,7 @@ def build_tier(  # noqa: PLR0917  what one tier is made of
         capacity=capacity,
         write=entry.write,
         read=entry.read,
-        codec=entry.codec,
+        codec=codec(entry.codec.name).name,
         deadline=entry.deadline,
         threads=entry.threads or backend.capabilities.parallelism,
         queue_calls=entry.queue.calls,
@@ -79,16 +77,4 @@ def build_tier(  # noqa: PLR0917  what one tier is made of
         probe=entry.breaker.probe,
     )
     policy = None if capacity is None else host.load_policy(entry.evict)
-    return Tier(number, settings, backend, policy, codecs, metrics)
-
-
-def codec_loader(host: PluginHost) -> Callable[[str], Codec]:
-    """Codecs by name, each made once."""
-    made: dict[str, Codec] = {}
-
-    def codec(name: str) -> Codec:
-        if name not in made:
-            made[name] = host.load_codec(name)
-        return made[name]
-
-    return codec
+    return Tier(number, settings, backend, policy, codec, metrics)

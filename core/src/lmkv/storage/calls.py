@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from lmkv.errors import BackendError, FrameError
+from lmkv.errors import BackendError, FrameError, UnreadableError
 from lmkv.storage.driver import STORE, Call, Driver
 from lmkv.types import FAILED, REJECTED, MissReason, Outcome, OutcomeKind
 
@@ -175,7 +175,7 @@ def miss_reason(outcome: Outcome) -> MissReason | None:
     if isinstance(outcome.error, RefusedError):
         return outcome.error.reason
     if isinstance(outcome.error, FrameError):
-        return MissReason.CORRUPT
+        return MissReason.UNREADABLE if isinstance(outcome.error, UnreadableError) else MissReason.CORRUPT
     if outcome.kind is OutcomeKind.MISS:
         return MissReason.EVICTED
     return MissReason.DEADLINE if outcome.kind is OutcomeKind.REJECTED else MissReason.FAILED

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from lmkv.errors import BackendError
 from lmkv.frame import Trailer, frame_bytes, seal
 from lmkv.memory import MemoryObject
+from lmkv.specs import Payload
 
 if TYPE_CHECKING:
-    from lmkv.specs import Codec
+    from collections.abc import Sequence
+
+    from lmkv.layout import LayoutDescription
+    from lmkv.specs import Buffer, Codec
     from lmkv.types import ChunkKey
 
 IDENTITY: Final = "identity"
+SPARE: Final = 4096
+"""Bytes by which a coded frame may be longer than the identity-coded one: a longer name in the trailer, a nonce …"""
+
+
+def stored_bound(nbytes: int) -> int:
+    """The most bytes that a stored frame has, in whatever codec, whose identity-coded frame has `nbytes`."""
+    return nbytes + SPARE
 
 
 class PutItem(NamedTuple):
@@ -25,18 +39,37 @@ class PutItem(NamedTuple):
     trailer: Trailer
     sealed: bool
     """The frame carries its trailer already."""
+    layout: LayoutDescription | None = None
+    """Of the shard's pages, where it is known."""
 
 
 def encoded(item: PutItem, codec: Codec) -> MemoryObject:
-    """The frame as it is to be stored: the pool's own memory, or memory of its own for another codec."""
-    if codec.name == IDENTITY:
-        if not item.sealed:
-            seal(item.object.view, item.trailer)
-        return item.object
-    payload = codec.encode(item.object.view[: item.trailer.raw_bytes])
-    trailer = replace(item.trailer, codec=codec.name, payload_bytes=len(payload))
-    buffer = memoryview(mmap.mmap(-1, frame_bytes(len(payload), len(trailer.prefixes), codec.name)))
-    buffer[: len(payload)] = payload
+    """The frame as it is to be stored: the pool's own memory, or memory of its own for another codec.
+
+    What a codec does not make smaller is stored as it is, unless the codec seals.
+
+    Raises:
+        BackendError: a codec that seals makes more than any frame may have.
+    """
+    if codec.name != IDENTITY:
+        parts = codec.encode(item.object.view[: item.trailer.raw_bytes], payload(item.trailer, item.layout))
+        length = sum(map(len, parts))
+        nbytes = frame_bytes(length, len(item.trailer.prefixes), codec.name)
+        if nbytes < item.object.nbytes or codec.seals:
+            if nbytes > stored_bound(item.object.nbytes):
+                raise BackendError(f"codec {codec.name} makes {length} bytes of {item.trailer.raw_bytes}")
+            return _frame(nbytes, parts, replace(item.trailer, codec=codec.name, payload_bytes=length))
+    if not item.sealed:
+        seal(item.object.view, item.trailer)
+    return item.object
+
+
+def _frame(nbytes: int, parts: Sequence[Buffer], trailer: Trailer) -> MemoryObject:
+    buffer = memoryview(mmap.mmap(-1, nbytes))
+    at = 0
+    for part in parts:
+        buffer[at : at + len(part)] = part
+        at += len(part)
     seal(buffer, trailer)
     return MemoryObject.over(buffer)
 
@@ -46,6 +79,17 @@ def decode(source: MemoryObject, trailer: Trailer, target: MemoryObject, codec: 
 
     Raises:
         FrameError: the payload is none of the codec's.
+        UnreadableError: it needs a key that is not here.
     """
-    codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes])
+    codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes], payload(trailer, None))
     seal(target.view, replace(trailer, codec=IDENTITY, payload_bytes=trailer.raw_bytes))
+
+
+def payload(trailer: Trailer, layout: LayoutDescription | None) -> Payload:
+    """What a codec is told of a frame's payload."""
+    fixed = struct.pack("<II", trailer.pages, len(trailer.parent))
+    context = hashlib.sha256(b"".join((fixed, trailer.parent, *trailer.prefixes))).digest()
+    made = Payload(key=trailer.key, raw_bytes=trailer.raw_bytes, context=context, pages=trailer.pages)
+    if layout is None:
+        return made
+    return replace(made, dtype=layout["dtype"], page_tokens=layout["page_tokens"], runs=tuple(layout["runs"]))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable, Sequence
 
+    from lmkv.layout import LayoutDescription
     from lmkv.memory import MemoryObject
 
 GHOSTS: Final = 1 << 16
@@ -114,13 +115,14 @@ class NamespaceIndex:
     `shards` is 0 until a client has registered the namespace: frames found on disk wait for that.
     """
 
-    __slots__ = ("_families", "_ghosts", "chunk_pages", "entries", "id", "page_bytes", "shards")
+    __slots__ = ("_families", "_ghosts", "chunk_pages", "entries", "id", "layouts", "page_bytes", "shards")
 
     def __init__(self, identity: bytes) -> None:
         self.id = identity
         self.shards = 0
         self.chunk_pages = 0
         self.page_bytes: tuple[int, ...] = ()
+        self.layouts: tuple[LayoutDescription, ...] = ()
         self.entries: dict[bytes, Entry] = {}
         self._families: dict[bytes, Entry | Family] = {}
         self._ghosts: OrderedDict[bytes, MissReason] = OrderedDict()

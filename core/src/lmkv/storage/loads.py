@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lmkv.storage.coding import IDENTITY
+from lmkv.storage.coding import IDENTITY, stored_bound
 from lmkv.types import MissReason
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ class Loads:
         return missing
 
     def _stored_bytes(self, tier: Tier, want: Wanted) -> int:
-        return tier.index.get(want.entry.key(want.shard)) or want.entry.shards[want.shard].nbytes
+        """Of a frame in a shared store only the most is known that it can have."""
+        stored = tier.index.get(want.entry.key(want.shard))
+        return stored or stored_bound(want.entry.shards[want.shard].nbytes)
 
     async def _take(  # noqa: PLR0917  all that is known of one arrived frame
         self, tier: Tier, want: Wanted, obj: MemoryObject, result: GetResult, priority: int, deadline: float
@@ -160,6 +162,7 @@ class Loads:
             entry.namespace.learn(entry, trailer.prefixes)
         if trailer is None or trailer.codec == IDENTITY:
             part.sealed = True
+            obj.shorten(result.outcome.nbytes)
             self._stack.place(entry, shard, obj, promote=tier.settings.read == "promote")
             self._end(want, None)
             return None
@@ -167,9 +170,10 @@ class Loads:
         if target is None:
             return MissReason.NO_ROOM
         try:
-            if not (await tier.decode(obj, trailer, target, priority=priority)).ok:
-                self._mourn(tier, want, MissReason.CORRUPT)
-                return MissReason.CORRUPT
+            reason = await tier.decode(obj, trailer, target, priority=priority)
+            if reason is not None:
+                self._mourn(tier, want, reason)
+                return reason
             part.sealed = True
             self._stack.place(entry, shard, target, promote=tier.settings.read == "promote")
         finally:
@@ -178,12 +182,20 @@ class Loads:
         return None
 
     def _mourn(self, tier: Tier, want: Wanted, reason: MissReason) -> None:
-        """A frame that is damaged or has gone leaves the books; an ill tier's frames stay in them."""
+        """A frame that is damaged or has gone leaves the books; an ill tier's frames stay in them.
+
+        One that cannot be read here is counted as long as it is there, but offered no more.
+        """
+        key = want.entry.key(want.shard)
+        if reason is MissReason.UNREADABLE:
+            if key in tier.index:
+                tier.unreadable.add(key)
+        elif reason in {MissReason.CORRUPT, MissReason.EVICTED}:
+            tier.forget(key)
+        else:
+            return
         if reason is MissReason.CORRUPT:
             self._stack.metrics.inc("lmkv_corrupt_frames_total", tier=tier.name)
-        elif reason is not MissReason.EVICTED:
-            return
-        tier.forget(want.entry.key(want.shard))
         self._stack.lost(want.entry, want.shard, tier, reason)
 
     def _end(self, want: Wanted, reason: MissReason | None) -> None:

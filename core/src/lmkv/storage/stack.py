@@ -107,7 +107,7 @@ class Stack:
         gone = 0
         for key in list(self.victims(tier, nbytes)):
             entry = self.index.entry(key)
-            if entry is None:
+            if entry is None or key in tier.unreadable:
                 tier.delete([key])
                 gone += 1
             else:
@@ -291,7 +291,7 @@ class Stack:
         `replace`: the tier has the frame and is to get it anew, in another codec.
         """
         key = entry.key(shard)
-        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(tier, obj.nbytes):
+        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(tier, tier.bound(obj.nbytes, codec)):
             if key not in tier.index:
                 self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name)
             return None
@@ -303,14 +303,15 @@ class Stack:
             part.writes -= 1
             ok = bool(outcomes.result()[0].ok)  # type: ignore[attr-defined]
             if ok:
-                part.sealed = True
+                part.sealed |= (codec or tier.settings.codec) == IDENTITY
                 self._arrived(entry, shard, tier)
             self.settle(entry)
             self.demotion.soon()
             if not done.done():
                 done.set_result(ok)
 
-        item = PutItem(key, obj, self.trailer(entry, shard), part.sealed)
+        layouts = entry.namespace.layouts
+        item = PutItem(key, obj, self.trailer(entry, shard), part.sealed, layouts[shard] if layouts else None)
         tier.put([item], priority=priority, codec=codec).add_done_callback(finished)  # type: ignore[arg-type]
         return done
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
-from lmkv.errors import FrameError
+from lmkv.errors import ConfigError, FrameError, UnreadableError
 from lmkv.frame import Trailer, verify
 from lmkv.storage.breaker import Breaker
 from lmkv.storage.calls import Calls, Request, miss_reason
-from lmkv.storage.coding import IDENTITY, decode, encoded
+from lmkv.storage.codecs import reader
+from lmkv.storage.coding import IDENTITY, decode, encoded, stored_bound
 from lmkv.storage.driver import Driver
 from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
@@ -64,6 +65,7 @@ class Tier:
     Attributes:
         index: bytes of each stored frame, for tiers that this node owns alone; empty for shared stores.
         used: bytes in `index` and in puts under way.
+        unreadable: those in `index` whose codec or key is not here: kept until room is needed or a put replaces them.
         number: position in the stack, 0 is the fastest; also the bit in `Shard.tiers`.
     """
 
@@ -86,6 +88,7 @@ class Tier:
         self.shared = backend.capabilities.shared
         self.index: dict[ChunkKey, int] = {}
         self.used = 0
+        self.unreadable: set[ChunkKey] = set()
         self.reads = Breaker(settings.failures, settings.probe)
         self.writes = Breaker(settings.failures, settings.probe)
         self.on_late_put: Callable[[ChunkKey], None] = lambda _: None
@@ -113,16 +116,23 @@ class Tier:
     def takes(self, key: ChunkKey, nbytes: int, *, replace: bool = False) -> bool:
         """Whether a put of this frame makes sense now: not there, not under way, not too large."""
         limit = self.backend.capabilities.max_frame_bytes
+        nbytes = self.bound(nbytes)
         if limit is not None and nbytes > limit:
             return False
         if self.capacity is not None and nbytes > self.capacity:
             return False
-        return (replace or key not in self.index) and key not in self._pending and key not in self._dying
+        there = key in self.index and key not in self.unreadable
+        return (replace or not there) and key not in self._pending and key not in self._dying
+
+    def bound(self, nbytes: int, codec: str | None = None) -> int:
+        """The most bytes that a frame takes here whose identity-coded one has `nbytes`."""
+        return nbytes if (codec or self.settings.codec) == IDENTITY else stored_bound(nbytes)
 
     def record(self, key: ChunkKey, nbytes: int, parent: bytes) -> None:
         """`key` is stored with `nbytes`: count it and give it to the policy."""
         self.used += nbytes - self.index.get(key, 0)
         self.index[key] = nbytes
+        self.unreadable.discard(key)
         if self.policy is not None:
             self.policy.add(key, parent or None)
 
@@ -130,6 +140,7 @@ class Tier:
         """`key` is no longer stored (or no longer ours to count); returns its bytes."""
         nbytes = self.index.pop(key, 0)
         self.used -= nbytes
+        self.unreadable.discard(key)
         if self.policy is not None:
             self.policy.remove(key)
         return nbytes
@@ -177,8 +188,8 @@ class Tier:
         deleted = broke_off = False
         for item in items:
             self._doubtful.discard(item.key)  # whatever is there is replaced
-            self._pending[item.key] = item.object.nbytes
-            self.used += item.object.nbytes
+            self._pending[item.key] = self.bound(item.object.nbytes, codec)
+            self.used += self._pending[item.key]
 
         def work() -> list[Outcome]:
             nonlocal deleted, broke_off
@@ -222,18 +233,22 @@ class Tier:
         outcomes = await self._run(Request("get", len(keys), work, _ignore, objects, priority, self.reads))
         return [GetResult(o, trailers.get(i), miss_reason(o)) for i, o in enumerate(outcomes)]
 
-    async def decode(self, source: MemoryObject, trailer: Trailer, target: MemoryObject, *, priority: int) -> Outcome:
-        """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed."""
+    async def decode(
+        self, source: MemoryObject, trailer: Trailer, target: MemoryObject, *, priority: int
+    ) -> MissReason | None:
+        """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed; or say why not."""
 
         def work() -> list[Outcome]:
             try:
-                decode(source, trailer, target, self._codecs(trailer.codec))
+                decode(source, trailer, target, reader(self._codecs, trailer.codec))
+            except UnreadableError:
+                raise
             except FrameError:
                 self.backend.set_aside([trailer.key])
                 raise
             return [OK(target.nbytes)]
 
-        return (await self._run(Request("decode", 1, work, _ignore, [source, target], priority)))[0]
+        return miss_reason((await self._run(Request("decode", 1, work, _ignore, [source, target], priority)))[0])
 
     async def contains(self, keys: Sequence[ChunkKey], *, priority: int) -> list[bool]:
         """Ask a shared store. All False when it cannot say within the deadline."""
@@ -312,8 +327,22 @@ class Tier:
         return True
 
     def check_codec(self, name: str) -> None:
-        """Raise `PluginError` if there is no such codec."""
-        self._codecs(name)
+        """Whether frames may be stored here with that codec.
+
+        Raises:
+            PluginError: there is no such codec.
+            ConfigError: it needs options that nobody has given, or would store in the clear what this tier encrypts.
+        """
+        codec, own = self._codecs(name), self._codecs(self.settings.codec)
+        if own.seals and not codec.seals:
+            raise ConfigError(f"tier {self.name!r} encrypts ({own.name}): it stores nothing with codec {name!r}")
+
+    def check_dtypes(self, dtypes: Iterable[str]) -> None:
+        """Raise `ConfigError` if the tier's codec refuses KV of one of these types."""
+        codec = self._codecs(self.settings.codec)
+        for dtype in dtypes:
+            if refusal := codec.refusal(dtype):
+                raise ConfigError(f"tier {self.name!r}: codec {codec.name!r} {refusal}", kind="codec")
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
