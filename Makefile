@@ -15,7 +15,7 @@ ONLY ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all lint format bench wheels setup-dev setup-vllm clean
+.PHONY: demo test test-all lint format bench wheels setup-dev setup-vllm setup-test clean
 
 setup-dev:
 	@$(PYTHON) .ci/setup.py dev
@@ -23,13 +23,16 @@ setup-dev:
 setup-vllm:
 	@$(PYTHON) .ci/setup.py vllm
 
+setup-test:
+	@$(PYTHON) .ci/setup.py test
+
 demo: setup-vllm
 	@$(BIN)/python -m lmkv_vllm.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-test: setup-vllm
+test: setup-test
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: setup-vllm
+test-all: setup-test
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: setup-dev
@@ -42,7 +45,7 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup-vllm
+bench: setup-test
 	@$(BIN)/python -m tests.bench $(if $(ONLY),--only "$(ONLY)") $(ARGS)
 
 wheels: setup-dev

