@@ -305,8 +305,8 @@ class _Link:
             if mode.garbage and way == "down" and piece:
                 self.spoilt = True
                 piece = self._noise.randbytes(len(piece))
+            self.proxy.count(way, len(piece))  # first: who has got them may look at the count
             await loop.sock_sendall(sink, piece)
-            self.proxy.count(way, len(piece))
             if last:
                 return
 
