@@ -9,12 +9,15 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import xxhash
 
 from lmkv.errors import FrameError
 from lmkv.types import ALIGNMENT, DIGEST_BYTES, NAMESPACE_BYTES, ChunkKey
+
+if TYPE_CHECKING:
+    from lmkv.types import StoredFrame
 
 MAGIC: Final = b"lmkvfram"
 VERSION: Final = 1
@@ -22,6 +25,7 @@ MAX_CODEC_NAME: Final = 255
 
 # Footer: magic, version, zero, body bytes, frame bytes | trailer checksum | frame checksum.
 _HEAD: Final = struct.Struct("<8sHHIQ")
+_HEAD_AND_SUM: Final = struct.Struct("<8sHHIQ8s")
 _TRAILER_SUM: Final = 8
 _FRAME_SUM: Final = 16
 _FOOTER: Final = _HEAD.size + _TRAILER_SUM + _FRAME_SUM
@@ -48,6 +52,16 @@ class Trailer:
     """After decoding."""
 
 
+class Link(NamedTuple):
+    """What an index needs to know of a frame besides its key."""
+
+    parent: bytes
+    pages: int
+    prefixes: tuple[bytes, ...]
+    nbytes: int
+    """Of the frame when it is identity-coded."""
+
+
 @lru_cache(maxsize=256)
 def frame_bytes(payload_bytes: int, prefixes: int, codec: str = "identity") -> int:
     """Bytes of a whole frame, a multiple of 4096, given its payload, its number of page prefixes and its codec."""
@@ -65,7 +79,7 @@ def seal(view: memoryview, trailer: Trailer) -> None:
     Raises:
         FrameError: `view` has another length, or the trailer does not fit together.
     """
-    _check_numbers(trailer)
+    _check_numbers(trailer.pages, len(trailer.prefixes), trailer.codec, trailer.payload_bytes, trailer.raw_bytes)
     _check_digests(trailer)
     nbytes = frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec)
     if len(view) != nbytes:
@@ -90,7 +104,8 @@ def verify(view: memoryview, key: ChunkKey) -> Trailer:
     Raises:
         FrameError: it is not the intact frame of `key`; the message names what differs.
     """
-    trailer, nbytes = _parse(view)
+    nbytes, fields = _parse(view)
+    trailer = Trailer(*fields)
     if nbytes != len(view):
         raise FrameError(f"frame: {len(view)} bytes are there, {nbytes} were written")
     for name, stored, asked in (
@@ -112,61 +127,92 @@ def parse_trailer(tail: bytes | memoryview) -> Trailer:
     Raises:
         FrameError: it is no intact trailer; of kind ``short`` when `tail` ends before its start and more is needed.
     """
-    return _parse(memoryview(tail))[0]
+    return Trailer(*_parse(tail)[1])
 
 
-def _parse(view: memoryview) -> tuple[Trailer, int]:
-    """The trailer at the end of `view`, and the length that the whole frame has by it."""
+def link(stored: StoredFrame) -> Link:
+    """Where a frame that a scan found belongs, by its trailer; checked as `parse_trailer` does, and against the key.
+
+    Makes nothing but what the index keeps: a start has 100 000 of them.
+
+    Raises:
+        FrameError: as `parse_trailer`, or the trailer is of another key, or of a frame of another length.
+    """
+    nbytes, (key, parent, pages, prefixes, _, _, raw_bytes) = _parse(stored.trailer)
+    if key != stored.key or nbytes != stored.nbytes:
+        raise FrameError(f"frame: {stored.key} with {stored.nbytes} bytes is stored as {key} with {nbytes}")
+    return Link(parent, pages, prefixes, frame_bytes(raw_bytes, len(prefixes)))
+
+
+def trailer_bytes(end: bytes | memoryview) -> int:
+    """Length of the trailer that `end` ends with, by its footer alone; may exceed `end`. 0: `end` is no frame's."""
+    if len(end) < _FOOTER:
+        return 0
+    magic, _, _, body_bytes, _ = _HEAD.unpack_from(end, len(end) - _FOOTER)
+    return body_bytes + _FOOTER if magic == MAGIC else 0
+
+
+Fields: TypeAlias = tuple[ChunkKey, bytes, int, tuple[bytes, ...], str, int, int]
+"""The fields of a `Trailer`, in order."""
+
+
+def _parse(view: bytes | memoryview) -> tuple[int, Fields]:
+    """The length that the whole frame has by the trailer at the end of `view`, and what the trailer says."""
     available = len(view)
     if available < _FOOTER + _BODY.size:
         raise FrameError(f"frame: {available} bytes are too few for a trailer")
-    magic, version, zero, body_bytes, nbytes = _HEAD.unpack_from(view, available - _FOOTER)
+    magic, version, zero, body_bytes, nbytes, stored = _HEAD_AND_SUM.unpack_from(view, available - _FOOTER)
     if magic != MAGIC:
         raise FrameError("frame: no magic at the end: not a frame, or cut short")
     if version != VERSION or zero:
         raise FrameError(f"frame: format version {version}, this is version {VERSION}")
-    if body_bytes > available - _FOOTER:
-        raise FrameError(f"frame: trailer of {body_bytes} bytes, {available} bytes are there", kind="short")
     start = available - _FOOTER - body_bytes
-    covered = view[start : start + body_bytes + _HEAD.size]
-    stored = view[available - _FRAME_SUM - _TRAILER_SUM : available - _FRAME_SUM]
-    if xxhash.xxh3_64_digest(covered) != bytes(stored):
+    if start < 0:
+        raise FrameError(f"frame: trailer of {body_bytes} bytes, {available} bytes are there", kind="short")
+    covered = bytes(view[start : available - _FRAME_SUM - _TRAILER_SUM])
+    if xxhash.xxh3_64_digest(covered) != stored:
         raise FrameError("frame: checksum of the trailer differs")
-    trailer = _read_body(bytes(covered[:body_bytes]))
-    if nbytes != frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec):
-        raise FrameError(f"frame: {nbytes} bytes for a payload of {trailer.payload_bytes}")
-    return trailer, nbytes
+    fields = _read_body(covered, body_bytes)
+    if nbytes != frame_bytes(fields[5], len(fields[3]), fields[4]):
+        raise FrameError(f"frame: {nbytes} bytes for a payload of {fields[5]}")
+    return nbytes, fields
 
 
-def _read_body(body: bytes) -> Trailer:
-    if len(body) < _BODY.size:
-        raise FrameError(f"frame: trailer of {len(body)} bytes")
+def _read_body(body: bytes, size: int) -> Fields:
+    """Read the first `size` bytes of `body`."""
+    if size < _BODY.size:
+        raise FrameError(f"frame: trailer of {size} bytes")
     (namespace, digest, parent, shard, pages, payload_bytes, raw_bytes, prefixes, has_parent, codec_bytes, zero) = (
         _BODY.unpack_from(body)
     )
     first = _BODY.size + codec_bytes
-    if len(body) != first + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
-        raise FrameError(f"frame: trailer of {len(body)} bytes with {prefixes} prefixes")
-    trailer = Trailer(
+    if size != first + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
+        raise FrameError(f"frame: trailer of {size} bytes with {prefixes} prefixes")
+    codec = body[_BODY.size : first].decode("latin-1")
+    _check_numbers(pages, prefixes, codec, payload_bytes, raw_bytes)
+    return (
         ChunkKey(namespace, shard, digest),
         parent if has_parent else b"",
         pages,
-        struct.unpack_from("32s" * prefixes, body, first),
-        body[_BODY.size : first].decode("latin-1"),
+        _digests(prefixes).unpack_from(body, first),
+        codec,
         payload_bytes,
         raw_bytes,
     )
-    _check_numbers(trailer)
-    return trailer
 
 
-def _check_numbers(trailer: Trailer) -> None:
-    if not 1 <= trailer.pages < _U32 or len(trailer.prefixes) not in (0, trailer.pages - 1):
-        raise FrameError(f"frame: {len(trailer.prefixes)} page prefixes for {trailer.pages} pages")
-    if not trailer.codec.isascii() or not 0 < len(trailer.codec) <= MAX_CODEC_NAME:
+@lru_cache(maxsize=64)
+def _digests(count: int) -> struct.Struct:
+    return struct.Struct("32s" * count)
+
+
+def _check_numbers(pages: int, prefixes: int, codec: str, payload_bytes: int, raw_bytes: int) -> None:
+    if not 1 <= pages < _U32 or prefixes not in (0, pages - 1):
+        raise FrameError(f"frame: {prefixes} page prefixes for {pages} pages")
+    if not codec.isascii() or not 0 < len(codec) <= MAX_CODEC_NAME:
         raise FrameError("frame: the codec's name must be 1 to 255 ASCII characters")
-    if not 0 <= trailer.payload_bytes < _U63 or not 0 <= trailer.raw_bytes < _U63:
-        raise FrameError(f"frame: payload of {trailer.payload_bytes} bytes, {trailer.raw_bytes} decoded")
+    if not 0 <= payload_bytes < _U63 or not 0 <= raw_bytes < _U63:
+        raise FrameError(f"frame: payload of {payload_bytes} bytes, {raw_bytes} decoded")
 
 
 def _check_digests(trailer: Trailer) -> None:

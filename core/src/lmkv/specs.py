@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -156,6 +156,14 @@ class EvictionPolicy(Protocol):
 
         May give fewer. Does not change the policy's own state; the tier calls `remove` for what it evicts.
         """
+
+
+@runtime_checkable
+class BulkPolicy(EvictionPolicy, Protocol):
+    """A policy that also takes many entries at once, for quick starts. Others get one `add` for each."""
+
+    def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
+        """As `add` for each key in turn. Called with what a tier holds at a start, least recently used first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

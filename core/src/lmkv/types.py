@@ -124,14 +124,15 @@ class Health:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFrame:
+class StoredFrame(NamedTuple):
     """One entry of `StorageBackendInterface.scan`."""
 
     key: ChunkKey
     nbytes: int
     """Bytes that the frame takes in the store."""
     trailer: bytes
-    """The last bytes of the frame, at least its whole trailer when it has at most 4 KiB; may be empty if unknown."""
+    """The last bytes of the frame, with at least its whole trailer (`lmkv.backend.trailer_bytes` tells its length).
+
+    Without that the frame counts as damaged."""
     last_used: float
     """Seconds since the epoch of the last write or touch; orders frames for eviction after a restart."""

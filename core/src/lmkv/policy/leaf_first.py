@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 _SLACK: Final = 64
 
@@ -64,6 +64,24 @@ class LeafFirstLRU:
             self._part(entry)
             entry.parent = before
             self._join(before)
+
+    def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
+        """As `add` for each in turn; much quicker into an empty policy: only the leaves that remain are queued."""
+        entries, continuations = self._entries, self._continuations
+        if entries:
+            for key, parent in parents.items():
+                self.add(key, parent)
+            return
+        for key, parent in parents.items():
+            entry = entries[key] = _Entry(key, next(self._clock))
+            if parent and parent != key.digest:
+                entry.parent = before = ChunkKey(key.namespace, key.shard, parent)
+                continuations[before] = continuations.get(before, 0) + 1
+        leaves = [entry for key, entry in entries.items() if key not in continuations]
+        for entry in leaves:
+            entry.queued = True
+        self._leaves = len(leaves)
+        self._heap = [(entry.used, entry) for entry in leaves]  # by time of use, so it is a heap
 
     def touch(self, key: ChunkKey) -> None:
         """`key` was used. Unknown keys are ignored."""

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from lmkv.types import ChunkKey
 
@@ -21,6 +21,11 @@ class LRU:
         """`key` was stored; it becomes the most recently used."""
         self._keys[key] = None
         self._keys.move_to_end(key)
+
+    def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
+        """As `add` for each in turn."""
+        for key in parents:
+            self.add(key, None)
 
     def touch(self, key: ChunkKey) -> None:
         """`key` was used. Unknown keys are ignored."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lmkv.layout import LayoutDescription
     from lmkv.memory import MemoryObject
 
+_NEVER: Final = -math.inf
 GHOSTS: Final = 1 << 16
 """Digests remembered after they were lost, so that a later miss can be told from one that was never stored."""
 
@@ -72,7 +73,7 @@ class Entry:
         self.prefixes = prefixes
         self.shards: dict[int, Shard] = {}
         self.holds = 0
-        self.pinned_until = -math.inf
+        self.pinned_until = _NEVER
         self.doomed = False
         """Cleared while held: out of sight, its frames go with the last hold."""
         self.leaving = 0
@@ -89,11 +90,11 @@ class Entry:
                 return False
         return True
 
-    def part(self, shard: int, nbytes: int) -> Shard:
-        """The record of one shard, made if it is not there; `nbytes` of its identity-coded frame."""
+    def part(self, shard: int, nbytes: int, key: ChunkKey | None = None) -> Shard:
+        """The record of one shard, made if it is not there; `nbytes` of its identity-coded frame, `key` if at hand."""
         found = self.shards.get(shard)
         if found is None:
-            found = self.shards[shard] = Shard(ChunkKey(self.namespace.id, shard, self.digest), nbytes)
+            found = self.shards[shard] = Shard(key or ChunkKey(self.namespace.id, shard, self.digest), nbytes)
         return found
 
     def key(self, shard: int) -> ChunkKey:

@@ -11,13 +11,14 @@ import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from lmkv.errors import ConfigError, FrameError
-from lmkv.frame import frame_bytes, parse_trailer
+from lmkv.errors import ConfigError
+from lmkv.frame import frame_bytes
 from lmkv.keys import Namespace
 from lmkv.memory import Pool
 from lmkv.storage.build import build_tiers
 from lmkv.storage.index import Index
 from lmkv.storage.leases import Holdings
+from lmkv.storage.recovery import recover
 from lmkv.storage.stack import Stack
 from lmkv.types import HealthState
 
@@ -31,13 +32,8 @@ if TYPE_CHECKING:
     from lmkv.storage.index import Entry
     from lmkv.storage.leases import Slot
     from lmkv.storage.tier import Tier
-    from lmkv.types import StoredFrame
 
 log = logging.getLogger(__name__)
-
-SCAN_STEP = 2_000
-"""Frames taken into the index between two turns of the loop."""
-
 
 class Client(Protocol):
     """What the manager needs to know of a client's session."""
@@ -165,38 +161,11 @@ class StorageManager:
             capabilities = tier.backend.capabilities
             if tier.shared or not capabilities.scan:
                 continue
-            begin = time.monotonic()
-            frames = await asyncio.to_thread(list, tier.backend.scan())
-            damaged = []
-            for i, frame in enumerate(frames):
-                if not self._recover_frame(tier, frame):
-                    damaged.append(frame.key)
-                if i % SCAN_STEP == SCAN_STEP - 1:
-                    await asyncio.sleep(0)
+            damaged = await recover(tier, self.index)
             if damaged:
                 tier.set_aside(damaged)
                 self.metrics.inc("lmkv_corrupt_frames_total", len(damaged), tier=tier.name)
             self.stack.evict(tier, tier.shortfall(0))
-            if frames:
-                log.info(
-                    "tier %s: %d frames, %d bytes found in %.2f s, %d damaged ones set aside",
-                    tier.name, len(frames) - len(damaged), tier.used, time.monotonic() - begin, len(damaged),
-                )  # fmt: skip
-
-    def _recover_frame(self, tier: Tier, frame: StoredFrame) -> bool:
-        try:
-            trailer = parse_trailer(frame.trailer)
-        except FrameError:
-            return False
-        nbytes = frame_bytes(trailer.payload_bytes, len(trailer.prefixes), trailer.codec)
-        if trailer.key != frame.key or nbytes != frame.nbytes:
-            return False
-        namespace = self.index.namespace(frame.key.namespace)
-        entry = namespace.add(frame.key.digest, trailer.parent, trailer.pages, trailer.prefixes)
-        part = entry.part(frame.key.shard, frame_bytes(trailer.raw_bytes, len(trailer.prefixes)))
-        part.tiers |= tier.bit
-        tier.record(frame.key, frame.nbytes, trailer.parent)
-        return True
 
     # --- promises ----------------------------------------------------------------------------------------------------
 

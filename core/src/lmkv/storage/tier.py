@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from lmkv.backend import ResidentBackend
 from lmkv.errors import ConfigError, FrameError, UnreadableError
 from lmkv.frame import Trailer, verify
+from lmkv.specs import BulkPolicy
 from lmkv.storage.breaker import Breaker
 from lmkv.storage.calls import Calls, Request, miss_reason
 from lmkv.storage.codecs import reader
@@ -22,7 +23,7 @@ from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.memory import MemoryObject
@@ -135,6 +136,16 @@ class Tier:
         self.unreadable.discard(key)
         if self.policy is not None:
             self.policy.add(key, parent or None)
+
+    def record_all(self, sizes: Mapping[ChunkKey, int], parents: Mapping[ChunkKey, bytes | None]) -> None:
+        """As `record` for each in turn: what is found at a start, least recently used first."""
+        self.used += sum(sizes.values()) - sum(self.index[key] for key in sizes.keys() & self.index.keys())
+        self.index.update(sizes)
+        if isinstance(self.policy, BulkPolicy):
+            self.policy.add_all(parents)
+        elif self.policy is not None:
+            for key, parent in parents.items():
+                self.policy.add(key, parent)
 
     def forget(self, key: ChunkKey) -> int:
         """`key` is no longer stored (or no longer ours to count); returns its bytes."""
