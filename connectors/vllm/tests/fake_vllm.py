@@ -26,6 +26,7 @@ import numpy as np
 from lmkv.config import load_config
 from lmkv.gpu import CPUConnector
 from lmkv.layout import PageLayout, PageRun
+from lmkv.observe.clients import Who
 from lmkv.plugins import PluginHost
 from lmkv.service import LocalClient, ThreadHost
 from lmkv_vllm.geometry import Geometry
@@ -195,6 +196,7 @@ class FakeVLLM:
         settings: Settings | None = None,
         loads: bool = True,
         saves: bool = True,
+        instance: str = "engine",
     ) -> None:
         self.settings = settings or Settings()
         self.budget = budget
@@ -214,7 +216,8 @@ class FakeVLLM:
         page_bytes = PAGE * SLOT
         runs = tuple(PageRun(0, layer * page_bytes, LAYERS * page_bytes, page_bytes) for layer in range(LAYERS))
         layout = PageLayout("fake", "u8", PAGE, runs)
-        self.clients = [LocalClient(host, f"fake-{number}") for number in range(ranks + 1)]
+        names = ["scheduler", *map(str, range(ranks))]
+        self.clients = [LocalClient(host, f"fake-{name}", Who("fake", name, instance)) for name in names]
         self.scheduler = SchedulerSide(
             self.settings,
             FakeLink(self.clients[0]),  # type: ignore[arg-type]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from fake_vllm import CHUNK, Request, truth
+from fake_vllm import CHUNK, PAGE, Request, truth
 
 from lmkv_vllm.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def tokens(count: int, start: int = 1) -> list[int]:
@@ -144,27 +141,62 @@ def test_a02_fields_do_not_mix(rig: Any) -> None:
     assert again.output == truth(tokens(9), 3, "x")
 
 
-def test_skip_reading(rig: Any, counter: Callable[[str], float]) -> None:
+def test_skip_reading(rig: Any) -> None:
     """A request told to skip the cache is not looked up, adds nothing to the counts, and is stored all the same."""
     engine = rig.engine()
     engine.ask(tokens(9), skip_reading_prefix_cache=True)
     assert engine.ask(tokens(9), skip_reading_prefix_cache=True).external == 0
-    assert counter("lmkv_lookup_tokens_total") == 0
+    assert rig.counted().total("lmkv_lookup_tokens_total") == 0
     assert engine.ask(tokens(9)).external == 8
 
 
-def test_a40_numbers_add_up(rig: Any, counter: Callable[[str], float]) -> None:
-    """Prompt of 100, the engine has 60, the cache gives 20 of the remaining 40: asked 40, hit 20, once."""
-    engine = rig.engine(blocks=128, budget=20, caching=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a40_numbers_add_up(rig: Any, ranks: int) -> None:
+    """Prompt of 100, the engine has 60, the cache gives 20 of the remaining 40: asked 40, hit 20, once.
+
+    However many ranks there are; each of them shows its own part under its own labels.
+    """
+    engine = rig.engine(blocks=128, budget=20, caching=True, ranks=ranks)
     engine.ask(tokens(80), max_tokens=1, skip_reading_prefix_cache=True)
     engine.blocks.forget()
     engine.ask(tokens(60), max_tokens=1, skip_reading_prefix_cache=True)
+    assert rig.counted().total("lmkv_lookup_tokens_total") == 0, "told to skip the cache"
+    before = rig.counted()
     request = engine.ask([*tokens(80), *range(500, 520)])
     assert (request.local, request.external) == (60, 20)
     engine.step()
     rig.nothing_held()
-    assert counter("lmkv_lookup_tokens_total") == 40
-    assert counter("lmkv_hit_tokens_total") == 20
+    counted = rig.counted() - before
+    who = {"model": "fake", "instance": "engine"}
+    for name, asked in {"lmkv_lookups_total": 1, "lmkv_lookup_tokens_total": 40, "lmkv_hit_tokens_total": 20}.items():
+        assert counted.total(name, **who, rank="scheduler") == counted.total(name) == asked, name
+    assert counted.total("lmkv_hit_tokens_total", **who, tier="ram") == 20
+    stored = 20 + PAGE  # of the prompt, and the whole page of the answer
+    assert counted.total("lmkv_stored_tokens_total", **who, rank="0") == stored
+    assert counted.total("lmkv_stored_tokens_total") == stored
+    for rank in map(str, range(ranks)):
+        assert counted.total("lmkv_rank_loaded_tokens_total", **who, rank=rank, tier="ram") == 20
+        assert counted.total("lmkv_rank_stored_tokens_total", **who, rank=rank) == stored
+    assert counted.total("lmkv_rank_loaded_tokens_total") == 20 * ranks
+    assert rig.counted().wrong_labels() == []
+    assert all(f'instance="{rig.hosts[0].storage.manager.metrics._constant["instance"]}"' in name
+               for name in counted.names() if "rank=" not in name)  # fmt: skip
+
+
+def test_a40_a_load_after_a_preemption_is_no_second_hit(rig: Any) -> None:
+    """However often a request is pushed out and loaded again, it is counted once: no more hits than were asked."""
+    engine = rig.engine(blocks=16, budget=8)
+    prompts = [tokens(9, 100 * i) for i in range(1, 6)]
+    for prompt in prompts:
+        engine.ask(prompt, max_tokens=9, skip_reading_prefix_cache=True)
+    requests = [Request(f"p{i}", prompt, max_tokens=9) for i, prompt in enumerate(prompts)]
+    engine.run(requests)
+    engine.step()
+    assert sum(request.num_preemptions for request in requests) > 0
+    counted = rig.counted()
+    assert counted.total("lmkv_lookup_tokens_total") == 9 * len(prompts)
+    assert 0 < counted.total("lmkv_hit_tokens_total") <= 8 * len(prompts)
+    assert counted.total("lmkv_rank_loaded_tokens_total") > 8 * len(prompts), "what was loaded again was loaded"
 
 
 def test_preemption_and_resume(rig: Any) -> None:

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.errors import LmkvError
+from lmkv.observe.clients import Who
 from lmkv_vllm.geometry import check_chunk, layout_tags, namespace_extra, read_geometry, read_layout
 from lmkv_vllm.guard import guarded, join_logging, logger
 from lmkv_vllm.identity import model_identity
@@ -72,7 +73,7 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
                     'kv_load_failure_policy is "fail", vLLM\'s default: a request whose load fails ends with an error. '
                     'Set it to "recompute".'
                 )
-            self._link = Link(self._settings, config, "vllm-scheduler", copies=False)
+            self._link = Link(self._settings, config, "vllm-scheduler", _who(vllm_config, "scheduler"), copies=False)
             name, revision, extra = model_identity(vllm_config)
             self._scheduler = SchedulerSide(
                 self._settings,
@@ -85,7 +86,8 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
             )
         else:
             self._rank, self._shard = _own_rank(vllm_config)
-            self._link = Link(self._settings, config, f"vllm-worker-{self._shard}", copies=True)
+            who = _who(vllm_config, str(self._shard))
+            self._link = Link(self._settings, config, f"vllm-worker-{self._shard}", who, copies=True)
             self._handshake: Handshake | None = None
 
     @property
@@ -222,6 +224,12 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
                 self._worker.shutdown()
         finally:
             self._link.close()
+
+
+def _who(vllm_config: Any, rank: str) -> Who:
+    """How this process's counts are labelled. vLLM gives all processes of an engine the same engine id."""
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    return Who(str(model.served_model_name or model.model), rank, str(transfer.engine_id or ""))
 
 
 def _own_rank(vllm_config: Any) -> tuple[tuple[int, int], int]:

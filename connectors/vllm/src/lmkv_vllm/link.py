@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError
+from lmkv.observe.clients import NOBODY
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.start import start_apart
 from lmkv_vllm.threads import spread
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmkv.config import Config
+    from lmkv.observe.clients import Who
     from lmkv.service import StorageClient
     from lmkv_vllm.settings import Settings
 
@@ -48,13 +50,17 @@ class Link:
         settings: where to.
         config: of the service to be started, from `stack_config`.
         name: for people: `vllm-scheduler`, `vllm-worker-0`.
+        who: labels of what is counted for this process.
         copies: this process copies pages, so the mapped pool is touched in the background.
     """
 
-    def __init__(self, settings: Settings, config: Config | None, name: str, *, copies: bool) -> None:
+    def __init__(
+        self, settings: Settings, config: Config | None, name: str, who: Who = NOBODY, *, copies: bool
+    ) -> None:
         self._settings = settings
         self._config = config
         self._name = name
+        self._who = who
         self._copies = copies
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -135,7 +141,9 @@ class Link:
             revive = partial(start_apart, config.text, path, max(config.service.linger, LINGER_SECONDS))
             if not answers(path):
                 revive()
-        return SocketClient(path, self._name, timeout=ATTEMPT_SECONDS, prefault=self._copies, revive=revive)
+        return SocketClient(
+            path, self._name, timeout=ATTEMPT_SECONDS, prefault=self._copies, who=self._who, revive=revive
+        )
 
     def _call_back(self) -> None:
         while True:

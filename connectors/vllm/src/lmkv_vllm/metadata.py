@@ -24,6 +24,8 @@ class LoadItem:
     """First page of the frame that is wanted."""
     pages: tuple[int, ...]
     """The engine's page ids, for frame pages `first`, `first + 1`, …"""
+    tier: str = ""
+    """Where the frame was found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Tracked:
 
 
 def load_items(
-    page_ids: Sequence[int], computed: int, external: int, page_tokens: int, chunk_tokens: int
+    hit: Hit, page_ids: Sequence[int], computed: int, external: int, *, page_tokens: int, chunk_tokens: int
 ) -> tuple[LoadItem, ...]:
     """Which pages of which frames go into the engine's pages, for `external` tokens after the first `computed`."""
     per_chunk = chunk_tokens // page_tokens
@@ -47,7 +47,7 @@ def load_items(
     while first < stop:
         index = first // per_chunk
         end = min(stop, (index + 1) * per_chunk)
-        items.append(LoadItem(index, first - index * per_chunk, tuple(page_ids[first:end])))
+        items.append(LoadItem(index, first - index * per_chunk, tuple(page_ids[first:end]), hit.tiers[index]))
         first = end
     return tuple(items)
 

@@ -242,7 +242,8 @@ class SchedulerSide:
         if question is None or not hit.lease or not 0 < external <= offered:
             self._let_go(tracked)
             return None
-        items = load_items(page_ids, computed, external, self._geometry.page_tokens, self._chunk_tokens)
+        pages, chunk = self._geometry.page_tokens, self._chunk_tokens
+        items = load_items(hit, page_ids, computed, external, page_tokens=pages, chunk_tokens=chunk)
         tracked.loading = True
         self._loading[request.request_id] = tracked
         if self._engine is not None and self._engine.client.incarnation == question.incarnation:
@@ -348,7 +349,8 @@ class SchedulerSide:
             if tracked is not None:
                 tracked.loading = False
                 self._let_go(tracked)
-                for _, tier, tokens in tracked.hits:
+                hits, tracked.hits = tracked.hits, []
+                for _, tier, tokens in hits:
                     self._count(f"lmkv_hit_tokens_total|tier={tier}", tokens)
 
     def finished(self, request: Any, page_ids: list[int]) -> None:

@@ -21,6 +21,7 @@ from lmkv.engine import CacheEngine, RetrieveItem, StoreItem, StoreResult
 from lmkv.errors import LmkvError
 from lmkv.gpu import GPUConnector
 from lmkv.keys import Namespace
+from lmkv.service.protocol import Observe
 from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.metadata import WorkerReport
 from lmkv_vllm.threads import Lane
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from lmkv.gpu import CopyJob
     from lmkv_vllm.link import Link
-    from lmkv_vllm.metadata import Load, Save, StepMetadata
+    from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
     from lmkv_vllm.settings import Settings
 
 IDLE_WAIT: Final = 0.005
@@ -240,6 +241,20 @@ class WorkerSide:
             self._running.discard(load.request)
             self._received.add(load.request)
             self._changed.notify_all()
+        self._count_loaded(load.items[:first_bad])
+
+    def _count_loaded(self, items: Sequence[LoadItem]) -> None:
+        counts: dict[str, float] = {}
+        for item in items:
+            name = f"lmkv_rank_loaded_tokens_total|tier={item.tier}"
+            counts[name] = counts.get(name, 0.0) + len(item.pages) * self._gpu.layout.page_tokens
+        self._count(counts)
+
+    def _count(self, counts: dict[str, float]) -> None:
+        """Have it counted by the service, as this rank's. Never waits."""
+        client = self._link.client
+        if counts and client is not None:
+            client.send(Observe(counts))
 
     def _submit(self, save: Save) -> None:
         job = SaveJob(save)
@@ -249,6 +264,7 @@ class WorkerSide:
                 self._saves[save.job] = job
         if full:
             INCIDENTS.note("save", f"dropped: {self._settings.save_backlog} saves wait already")
+            self._count({"lmkv_dropped_stores_total|reason=backlog": len(save.frames)})
             self._saved(job)
             return
         self._save_lane.submit(partial(self._save, job, self._namespace))
@@ -256,7 +272,9 @@ class WorkerSide:
     def _save(self, job: SaveJob, namespace: str | None) -> None:
         try:
             cache = self._cache(namespace)
-            if cache is not None and cache.client.connected and not job.dropped:
+            if job.dropped:  # one that is dropped in the middle of its copy is counted by the service
+                self._count({"lmkv_dropped_stores_total|reason=fence": len(job.save.frames)})
+            elif cache is not None and cache.client.connected:
                 self._gpu.begin(job)
                 results = cache.store_frames(_items(job.save))
                 if StoreResult.FAILED in results and not job.dropped:
