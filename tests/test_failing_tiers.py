@@ -1,0 +1,161 @@
+"""A tier may fail in every way there is: the engine notices misses, and nothing else."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from fake_engine import CHUNK
+from fault_rig import (
+    BYTES,
+    CALLS,
+    DEADLINE,
+    PROBE,
+    DiskStore,
+    Traffic,
+    descriptors,
+    fill,
+    lines,
+    prompts,
+    start,
+    state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from fault_rig import Lines, Store, Visit
+
+STORES: dict[str, type[Store]] = {"disk": DiskStore}
+SLACK = 2.0
+"""Two busy cores are in no hurry."""
+
+
+def cases(*kinds: str) -> list[tuple[str, str]]:
+    return [(name, fault) for name, kind in STORES.items() for each in kinds for fault in getattr(kind, each)]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made = STORES[request.param](tmp_path / "far")
+    try:
+        yield made
+    finally:
+        made.heal()
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    with lines() as made:
+        yield made
+
+
+def most(visits: list[Visit]) -> float:
+    """The longest wait but one: on two busy cores one may be bad luck."""
+    return sorted([0.0, *(visit.waited for visit in visits)])[-2]
+
+
+@pytest.mark.parametrize(("store", "fault"), cases("hangs", "fails"), indirect=["store"])
+def test_down_and_up_again(store: Store, fault: str, log: Lines) -> None:
+    """Right bytes always; each request waits a deadline at most; then nobody waits; then all is as before."""
+    node = start(store)
+    try:
+        fill(node)
+        threads, files = threading.active_count(), descriptors()
+        with Traffic(node) as traffic:
+            healthy = traffic.go_on(0.4)
+            assert any(visit.came for visit in healthy)
+            log.lines.clear()
+
+            begin = time.monotonic()
+            store.begin(fault)
+            traffic.wait(lambda: state(node) != "ok", 3 * DEADLINE + SLACK, "the tier counts as ill")
+            off = traffic.go_on(0.8)
+            assert off
+            assert statistics.median(visit.waited for visit in off) < DEADLINE / 10
+            assert most(off) < DEADLINE / 2, "nobody waits for a tier that is off"
+            assert max(visit.waited for visit in traffic.since(begin)) < 2 * DEADLINE + SLACK
+            assert max(calls for calls, _ in traffic.queues) <= CALLS
+            assert max(nbytes for _, nbytes in traffic.queues) <= BYTES
+            assert threading.active_count() <= threads + 16
+            assert descriptors() <= files + 64
+            assert len(log.lines) <= 6, log.lines
+
+            store.heal()
+            took = traffic.wait(lambda: state(node) == "ok", PROBE + DEADLINE + SLACK, "the tier is well again")
+            assert took < PROBE + DEADLINE + SLACK
+            before = node.counter("lmkv_tier_operations_total", tier="far", op="put", outcome="ok")
+            traffic.wait(
+                lambda: node.counter("lmkv_tier_operations_total", tier="far", op="put", outcome="ok") > before,
+                PROBE + DEADLINE + SLACK,
+                "the tier takes stores",
+            )
+            traffic.wait(lambda: any(v.came for v in traffic.since(time.monotonic() - 0.2)), SLACK, "hits")
+    finally:
+        store.heal()
+        node.close()
+
+
+@pytest.mark.parametrize(("store", "fault"), cases("lies"), indirect=["store"])
+def test_lies(store: Store, fault: str, log: Lines) -> None:
+    """Frames that are wrong, cut or not there: computed anew, stored anew, never taken for right."""
+    node = start(store)
+    try:
+        fill(node)
+        with Traffic(node) as traffic:
+            log.lines.clear()
+            store.begin(fault)
+            ill = traffic.go_on(1.0)
+            assert ill
+            assert most(ill) < DEADLINE / 2
+            assert len(log.lines) <= 6, log.lines
+            store.heal()
+            traffic.wait(
+                lambda: any(v.came >= 2 * CHUNK for v in traffic.since(time.monotonic() - 0.5)),
+                PROBE + DEADLINE + SLACK,
+                "hits again",
+            )
+    finally:
+        store.heal()
+        node.close()
+
+
+@pytest.mark.parametrize(("store", "fault"), cases("slows"), indirect=["store"])
+def test_slow_is_not_down(store: Store, fault: str) -> None:
+    node = start(store)
+    try:
+        fill(node)
+        with Traffic(node) as traffic:
+            store.begin(fault)
+            visits = traffic.go_on(1.5)
+            assert any(visit.came for visit in visits)
+            assert state(node) == "ok"
+            assert max(visit.waited for visit in visits) < 2 * DEADLINE + SLACK
+    finally:
+        store.heal()
+        node.close()
+
+
+@pytest.mark.parametrize(("store", "fault"), cases("hangs", "fails", "slows"), indirect=["store"])
+def test_a42_close_in_every_state(store: Store, fault: str) -> None:
+    """100 writes wait and the store is ill: close(2 s) returns in time, and again at once."""
+    node = start(store, ram=128 * 1024, queue={"calls": 128, "bytes": 1 << 20}, threads=1, deadline="30s")
+    try:
+        engine = node.engine()
+        engine.store(next(iter(prompts(1))))
+        node.settle()
+        store.begin(fault)
+        for prompt in prompts(100):
+            engine.store([token + 500 for token in prompt])
+        begin = time.monotonic()
+        node.host.close(2.0)
+        assert time.monotonic() - begin < 2.0 + SLACK
+        node.host.close(2.0)
+        assert time.monotonic() - begin < 2.0 + SLACK
+    finally:
+        store.heal()
+        node.close()
