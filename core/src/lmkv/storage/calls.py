@@ -64,17 +64,24 @@ class Calls:
         self._tier = tier
         self._deadline = deadline
         self._metrics = metrics
+        self._overdue: set[Call] = set()
+
+    @property
+    def stuck(self) -> bool:
+        """Every thread hangs in a call that has overrun its deadline: what is queued would wait for nothing."""
+        return len(self._overdue) >= self.driver.threads
 
     def start(self, request: Request) -> asyncio.Future[list[Outcome]]:
         """Begin a call. The future always gets one outcome per key, at the deadline at the latest, and never fails."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[list[Outcome]] = loop.create_future()
-        if request.breaker is not None and not request.breaker.allow():
+        if self.stuck or (request.breaker is not None and not request.breaker.allow()):
             self._refuse(request, waiting, MissReason.TIER_OPEN, f"is off after failures ({self.last_error})", "open")
             return waiting
 
         def complete(value: object, error: BaseException | None, seconds: float) -> None:
             timer.cancel()
+            self._overdue.discard(cast("Call", call))
             outcomes = self._outcomes(request, value, error)
             self._judge(request, outcomes, error, seconds)
             _settle(request, waiting, outcomes)
@@ -99,6 +106,7 @@ class Calls:
         if self.driver.abandon(call):  # never started: its time went by in the queue, no sign of illness
             self._refuse(request, waiting, MissReason.DEADLINE, text + " in the queue", "deadline")
             return
+        self._overdue.add(call)
         self.last_error = text
         if request.breaker is not None:
             request.breaker.failed()

@@ -72,6 +72,7 @@ class Driver:
 
     def __init__(self, name: str, *, threads: int, max_calls: int, max_bytes: int) -> None:
         self.name = name
+        self.threads = threads
         self.max_calls = max_calls
         self.max_bytes = max_bytes
         self.running = 0

@@ -312,6 +312,8 @@ class Tier:
     def health(self) -> Health:
         """What the breakers and the last error say; no I/O."""
         error = "" if self._calls is None else self._calls.last_error
+        if self._calls is not None and self._calls.stuck:
+            return Health(HealthState.DOWN, f"off while all its threads hang; last: {error}")
         if self.reads.open:
             return Health(HealthState.DOWN, f"off after failures; last: {error}")
         if self.writes.open:
