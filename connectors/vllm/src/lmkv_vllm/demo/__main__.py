@@ -141,8 +141,12 @@ class Run:
             raise ServerError(f"lmkv's metrics page does not answer ({error}), so its service is not up") from error
         finally:
             connection.close()
-        counts = (line for line in lines if line.startswith(_HITS))
-        return {line.partition('tier="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in counts}
+        counts: dict[str, int] = {}
+        for line in lines:
+            if line.startswith(_HITS):
+                tier = line.partition('tier="')[2].partition('"')[0]
+                counts[tier] = counts.get(tier, 0) + int(float(line.split()[-1]))
+        return counts
 
     def _wait_for_service(self) -> None:
         """Return when lmkv's service has gone, as it does after its last client: the restart must be one of both."""
