@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lmkv.frame import Trailer, frame_bytes, parse_trailer, seal
+from lmkv.specs import BackendContext
 from lmkv.testing import make_key, make_memory, make_payload
+from lmkv_backend_disk.backend import create
 from lmkv_backend_disk.names import frame_path
-from lmkv_backend_disk.trailers import GENERATION_BYTES, Tail, TrailerLog, pack_identity
+from lmkv_backend_disk.options import DiskOptions
+from lmkv_backend_disk.trailers import GENERATION_BYTES, Tail, TrailerLog, generation_bytes, pack_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,11 +160,11 @@ LOG_FAULTS: dict[str, Callable[[Path], None]] = {
     "bytes flipped": lambda root: rewrite(
         root / "trailers", lambda data: bytes(b ^ 1 if i % 5000 == 40 else b for i, b in enumerate(data))
     ),
-    "noise behind": lambda root: rewrite(root / "trailers", lambda data: data + b"lmkvtail" + os.urandom(9000)),
-    "noise before": lambda root: rewrite(root / "trailers", lambda data: b"lmkvtail" * 20 + data),
+    "noise behind": lambda root: rewrite(root / "trailers", lambda data: data + b"lmkvtrl1" + os.urandom(9000)),
+    "noise before": lambda root: rewrite(root / "trailers", lambda data: b"lmkvtrl1" * 20 + data),
     "a folder": put_a_folder_there,
     "of another folder": copy_the_folder,
-    "cut while compacting": lambda root: (root / "trailers").rename(root / "trailers.part") and None,
+    "cut while compacting": lambda root: rewrite(root / "trailers", lambda data: data[: len(data) // 8]),
 }
 
 
@@ -176,7 +180,6 @@ def test_a_scan_does_not_depend_on_the_trailer_log(open_disk: Open, tmp_path: Pa
         backend = open_disk()
         frames = {frame.key: frame.trailer for frame in backend.scan()}
         assert frames == {make_key(n): make_payload(n, FRAME)[-4096:] for n in range(8)}
-        assert not (tmp_path / "store" / "trailers.part").exists()
         backend.close()
 
 
@@ -209,21 +212,61 @@ def test_the_trailer_log_is_compacted(open_disk: Open, tmp_path: Path) -> None:
 
 def test_the_trailer_log_is_bounded(tmp_path: Path) -> None:
     assert GENERATION_BYTES <= 1 << 28
+    assert [generation_bytes(c) for c in (None, 1 << 50, 1 << 30, 100)] == [
+        GENERATION_BYTES,
+        GENERATION_BYTES,
+        1 << 23,
+        0,
+    ]
     log = TrailerLog(str(tmp_path), limit=1 << 16)
-    tails = [Tail(pack_identity(make_key(n), FRAME, n), b"\0" * 3000 + make_payload(n, 1096)) for n in range(300)]
+    tails = [Tail(pack_identity(make_key(n), FRAME, n), make_payload(n, 1096)) for n in range(300)]
+
+    def check(*, least: int) -> None:
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 << 16
+        known, _ = log.read()
+        assert len(known) > least
+        assert all(known[tail.identity] == tail.data for tail in tails[-len(known) :])
+
     for tail in tails:
         log.append([tail])
+    check(least=50)
+    log.append(tails[-40:])
+    check(least=39)
+    log.append(Tail(tail.identity, tail.data * 100) for tail in tails)  # no record of these has room
+    check(least=39)
+    log.rewrite(tails[-50:])
+    check(least=49)
     log.close()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 << 16
-    known, _ = log.read()
-    assert len(known) > 50
-    assert all(known[tail.identity] == tail.data[3000:] for tail in tails[-len(known) :])
 
 
-def test_leading_zeros_cost_nothing_in_the_trailer_log(tmp_path: Path) -> None:
-    log = TrailerLog(str(tmp_path))
-    tail = Tail(pack_identity(make_key(1), FRAME, 7), bytes(3900) + make_payload(1, 196))
-    log.append([tail])
-    log.close()
-    assert (tmp_path / "trailers").stat().st_size < 400
-    assert log.read() == ({tail.identity: tail.data[3900:]}, 1)
+def test_a_log_has_no_room_in_a_tiny_tier(tmp_path: Path) -> None:
+    options = DiskOptions(path=tmp_path / "store")
+    for _ in range(2):
+        backend = create(options, BackendContext(tier="disk", capacity=20 * FRAME))
+        for number in range(4):
+            put(backend, number)
+        assert {f.trailer for f in backend.scan()} == {make_payload(n, FRAME)[-4096:] for n in range(4)}
+        backend.close()
+    assert sum(path.stat().st_size for path in (tmp_path / "store").glob("trailers*")) <= 20 * FRAME // 64
+
+
+@pytest.mark.parametrize("pages", [1, 16, 128])
+@pytest.mark.parametrize("payload", [1, 5000, 8192 - 400])
+def test_a_scan_gives_the_whole_trailer_and_nothing_more(
+    open_disk: Open, tmp_path: Path, pages: int, payload: int
+) -> None:
+    key = make_key(1)
+    prefixes = tuple(bytes((n,)) * 32 for n in range(pages - 1))
+    trailer = Trailer(key, b"", pages, prefixes, "identity", payload, payload)
+    memory = make_memory(frame_bytes(payload, pages - 1))
+    memory.view[:payload] = make_payload(1, payload)
+    seal(memory.view, trailer)
+    backend = open_disk()
+    assert backend.put([key], [memory])[0].ok
+    for _ in range(2):
+        (frame,) = backend.scan()
+        assert parse_trailer(frame.trailer) == trailer
+        assert len(frame.trailer) == 112 + len("identity") + 32 * (pages - 1) + 48
+        (tmp_path / "store" / "trailers").unlink()
+        backend.close()
+        backend = open_disk()

@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
+from lmkv.frame import trailer_bytes
 from lmkv.types import OK, Capabilities, ChunkKey, Health, HealthState, Outcome, StoredFrame
 
 if TYPE_CHECKING:
@@ -261,3 +262,12 @@ class WrapperBackend(StorageBackendInterface):
     def close(self) -> None:
         """Of `inner`."""
         self.inner.close()
+
+
+__all__ = [
+    "AsyncBackend",
+    "ResidentBackend",
+    "StorageBackendInterface",
+    "WrapperBackend",
+    "trailer_bytes",
+]

@@ -14,7 +14,7 @@ from lmkv.types import FAILED, OK, Outcome
 from lmkv_backend_disk.backend import FolderBackend
 from lmkv_backend_disk.direct import advanced, checked_size
 from lmkv_backend_disk.names import frame_path
-from lmkv_backend_disk.trailers import TAIL, Tail, pack_identity
+from lmkv_backend_disk.trailers import tail_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.specs import BackendContext
     from lmkv.types import ChunkKey
+    from lmkv_backend_disk.trailers import Tail
 
 AT_ONCE: Final = 4
 """Frames of all calls together that are read or written at one time."""
@@ -105,19 +106,16 @@ class AioDiskBackend(FolderBackend, AsyncBackend):
         temp = self.folder.temp_path()
         try:
             async with self._turn:
-                try:
-                    inode = await self._write(temp, view)
-                except FileNotFoundError:
-                    await asyncio.to_thread(self.folder.check)
-                    inode = await self._write(temp, view)
-                await asyncio.to_thread(self.folder.publish, temp, key)
+                with self.folder.cleaned(temp):
+                    try:
+                        inode = await self._write(temp, view)
+                    except FileNotFoundError:
+                        await asyncio.to_thread(self.folder.check)
+                        inode = await self._write(temp, view)
+                    await asyncio.to_thread(self.folder.publish, temp, key)
         except OSError as e:
-            self.folder.remove(temp)
             return FAILED(self.folder.error("put", temp, e))
-        except BaseException:
-            self.folder.remove(temp)
-            raise
-        tails.append(Tail(pack_identity(key, len(view), inode), bytes(view[-TAIL:])))
+        tails.append(tail_of(key, view, inode))
         return OK(len(view))
 
     async def _write(self, temp: str, view: memoryview) -> int:

@@ -13,7 +13,7 @@ from lmkv_backend_disk import listing
 from lmkv_backend_disk.direct import Direct
 from lmkv_backend_disk.folder import DiskError, Folder
 from lmkv_backend_disk.names import frame_path, parse
-from lmkv_backend_disk.trailers import TAIL, Tail, pack_identity
+from lmkv_backend_disk.trailers import tail_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lmkv.specs import BackendContext
     from lmkv.types import ChunkKey, StoredFrame
     from lmkv_backend_disk.options import DiskOptions
+    from lmkv_backend_disk.trailers import Tail
 
 
 class FolderBackend(StorageBackendInterface):
@@ -38,7 +39,7 @@ class FolderBackend(StorageBackendInterface):
     def __init__(self, options: BaseModel, context: BackendContext) -> None:
         """Takes the directory; raises `ConfigError` if it is not usable or somebody else's."""
         disk = cast("DiskOptions", options)
-        self.folder = Folder(disk)
+        self.folder = Folder(disk, context.capacity)
         self.direct = Direct(context.tier, on=disk.direct == "auto")
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
@@ -148,19 +149,16 @@ class DiskBackend(FolderBackend):
     def _put(self, key: ChunkKey, view: memoryview, tails: list[Tail]) -> Outcome:
         temp = self.folder.temp_path()
         try:
-            try:
-                inode = self._write(temp, view)
-            except FileNotFoundError:
-                self.folder.check()  # puts the folder for temporary files back
-                inode = self._write(temp, view)
-            self.folder.publish(temp, key)
+            with self.folder.cleaned(temp):
+                try:
+                    inode = self._write(temp, view)
+                except FileNotFoundError:
+                    self.folder.check()  # puts the folder for temporary files back
+                    inode = self._write(temp, view)
+                self.folder.publish(temp, key)
         except OSError as e:
-            self.folder.remove(temp)
             return FAILED(self.folder.error("put", temp, e))
-        except BaseException:
-            self.folder.remove(temp)
-            raise
-        tails.append(Tail(pack_identity(key, len(view), inode), bytes(view[-TAIL:])))
+        tails.append(tail_of(key, view, inode))
         return OK(len(view))
 
     def _write(self, temp: str, view: memoryview) -> int:

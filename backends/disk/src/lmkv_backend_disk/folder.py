@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import BackendError, ClosedError, ConfigError
 from lmkv_backend_disk.names import FRAMES, frame_path, leaf_path
-from lmkv_backend_disk.trailers import TrailerLog
+from lmkv_backend_disk.trailers import TrailerLog, generation_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lmkv.types import ChunkKey
     from lmkv_backend_disk.options import DiskOptions
 
@@ -49,19 +51,20 @@ class Folder:
 
     Args:
         options: where it is, and what may be created.
+        capacity: bytes of frames that will lie in it at most, or None; bounds the log of trailers.
 
     Raises:
         ConfigError: the directory cannot be used, or somebody else owns it.
     """
 
-    def __init__(self, options: DiskOptions) -> None:
+    def __init__(self, options: DiskOptions, capacity: int | None) -> None:
         self.root = str(options.path)
         self._sync = options.fsync == "publish"
         self._numbers = itertools.count()
         self._mutex = threading.Lock()
         self._lock_fd = -1
         self._closed = False
-        self.trailers = TrailerLog(self.root)
+        self.trailers = TrailerLog(self.root, generation_bytes(capacity))
         try:
             if options.create_parents:
                 os.makedirs(os.path.dirname(self.root), exist_ok=True)
@@ -114,6 +117,15 @@ class Folder:
     def temp_path(self) -> str:
         """A name for a file in the making; no other call gets the same."""
         return f"{self.root}/{TEMP}/{os.getpid()}-{next(self._numbers)}.part"
+
+    @contextlib.contextmanager
+    def cleaned(self, temp: str) -> Iterator[None]:
+        """Within this a temporary file is made and published; whatever stops that, the file is removed."""
+        try:
+            yield
+        except BaseException:
+            self.remove(temp)
+            raise
 
     def publish(self, temp: str, key: ChunkKey) -> None:
         """Make a finished temporary file the frame of `key`, in place of the one before."""
@@ -226,7 +238,6 @@ class Folder:
         for name in os.listdir(f"{self.root}/{TEMP}"):
             if _TEMP_NAME.fullmatch(name):
                 self.remove(f"{self.root}/{TEMP}/{name}")
-        self.trailers.clear_temp()
 
     @staticmethod
     def _flush(*folders: str) -> None:

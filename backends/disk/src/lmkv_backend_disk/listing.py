@@ -8,15 +8,19 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-from lmkv.types import StoredFrame
+from lmkv.backend import trailer_bytes
+from lmkv.types import ChunkKey, StoredFrame
 from lmkv_backend_disk.names import FRAMES, LEAF, NAMESPACE, frame_path, parse
-from lmkv_backend_disk.trailers import TAIL, Tail, TrailerLog, pack_identity, unpack_identity
+from lmkv_backend_disk.trailers import TAIL, Tail, TrailerLog, pack_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 THREADS: Final = 8
 """The system calls of a scan of cold folders overlap; of warm ones Python is the limit."""
+
+_Found = tuple[int, ChunkKey, int, bytes]
+"""Last use (ns since the epoch), key, length of the file in bytes, packed identity."""
 
 
 def leaves(root: str, namespace: bytes | None = None) -> Iterator[tuple[bytes, str]]:
@@ -39,46 +43,46 @@ def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(_list, leaves(root))))
         found.sort(key=operator.itemgetter(0))
-        unknown = [identity for _, identity in found if identity not in known]
-        read = pool.map(lambda identity: _tail(root, identity), unknown)
-        fresh = {identity: data for identity, data in zip(unknown, read, strict=True) if data is not None}
+        unknown = [each for each in found if each[3] not in known]
+        read = pool.map(lambda each: _tail(root, each[1], each[2]), unknown)
+        fresh = {each[3]: data for each, data in zip(unknown, read, strict=True) if data is not None}
     known.update(fresh)
     if records > 2 * len(found) + 64:
-        trailers.rewrite(Tail(identity, known[identity]) for _, identity in found if identity in known)
+        trailers.rewrite(Tail(identity, known[identity]) for *_, identity in found if known.get(identity))
     else:
         trailers.append(Tail(identity, data) for identity, data in fresh.items() if data)
-    for used, identity in found:
-        data = known.pop(identity, None)
+    for used, key, nbytes, identity in found:
+        data = known.get(identity)
         if data is not None:
-            key, nbytes = unpack_identity(identity)
-            yield StoredFrame(key, nbytes, data and data.rjust(min(TAIL, nbytes), b"\0"), used / 1e9)
+            yield StoredFrame(key, nbytes, data, used / 1e9)
 
 
-def _list(place: tuple[bytes, str]) -> list[tuple[int, bytes]]:
-    """Last use (ns since the epoch) and packed identity of each frame in a folder."""
+def _list(place: tuple[bytes, str]) -> list[_Found]:
+    """The frames in a folder."""
     namespace, leaf = place
-    found: list[tuple[int, bytes]] = []
+    found: list[_Found] = []
     try:
         folder = os.open(leaf, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
         return found
     try:
-        for name in os.listdir(folder):
-            key = parse(namespace, name)
-            if key is not None:
-                try:
-                    state = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                found.append((state.st_mtime_ns, pack_identity(key, state.st_size, state.st_ino)))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                key = parse(namespace, entry.name)
+                if key is not None and entry.is_file(follow_symlinks=False):
+                    try:
+                        state = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    nbytes = state.st_size
+                    found.append((state.st_mtime_ns, key, nbytes, pack_identity(key, nbytes, state.st_ino)))
     finally:
         os.close(folder)
     return found
 
 
-def _tail(root: str, identity: bytes) -> bytes | None:
+def _tail(root: str, key: ChunkKey, nbytes: int) -> bytes | None:
     """The end of a frame from its file; None if it has gone, empty if it cannot be read."""
-    key, nbytes = unpack_identity(identity)
     try:
         fd = os.open(frame_path(root, key), os.O_RDONLY)
     except FileNotFoundError:
@@ -86,7 +90,11 @@ def _tail(root: str, identity: bytes) -> bytes | None:
     except OSError:
         return b""
     try:
-        return os.pread(fd, TAIL, max(0, nbytes - TAIL))
+        end = os.pread(fd, TAIL, max(0, nbytes - TAIL))
+        length = trailer_bytes(end)
+        if len(end) < length <= nbytes:
+            end = os.pread(fd, length, nbytes - length)
+        return end[-length:] if 0 < length <= len(end) else end
     except OSError:
         return b""
     finally:

@@ -63,14 +63,20 @@ class DiskOptions(BaseModel):
         return faults
 
     def _space(self, existing: Path, capacity: int) -> list[str]:
+        from lmkv_backend_disk.trailers import generation_bytes  # noqa: PLC0415  options import nothing of the backend
+
+        log = 2 * generation_bytes(capacity)
         system = os.statvfs(existing)
         free = system.f_bavail * system.f_frsize
-        if capacity <= free:
+        if capacity + log <= free:
             return []
-        free += _used(self.path / "frames")  # what is there already counts towards the capacity
-        if capacity <= free:
+        free += _used(self.path)  # what is there already counts towards the capacity
+        if capacity + log <= free:
             return []
-        return [f"capacity: {capacity / 2**30:.2f} GiB, but {existing} has room for {free / 2**30:.2f} GiB"]
+        return [
+            f"capacity: {capacity / 2**30:.2f} GiB and at most {log / 2**30:.2f} GiB for the log of trailers, "
+            f"but {existing} has room for {free / 2**30:.2f} GiB"
+        ]
 
 
 def _used(folder: Path) -> int:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 class Client(Protocol):
     """What the manager needs to know of a client's session."""
 
