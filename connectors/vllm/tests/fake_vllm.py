@@ -213,6 +213,7 @@ class FakeVLLM:
         self.steps = 0
         self.computed = 0
         """Tokens computed by the model."""
+        self.seconds_per_token = 0.0
         page_bytes = PAGE * SLOT
         runs = tuple(PageRun(0, layer * page_bytes, LAYERS * page_bytes, page_bytes) for layer in range(LAYERS))
         layout = PageLayout("fake", "u8", PAGE, runs)
@@ -321,6 +322,7 @@ class FakeVLLM:
             if mine is not None:
                 report = mine if report is None else report.aggregate(mine)
         self._update(output, bad, pickle.loads(pickle.dumps(report)), done)
+        self.scheduler.processed()
 
     def _schedule(self) -> Any:  # noqa: C901, PLR0912  in the order of the original
         scheduled: dict[str, int] = {}
@@ -411,6 +413,8 @@ class FakeVLLM:
                 num_computed_tokens=[r.num_computed_tokens for r in [*old, *resumed]],
             ),
             num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids={r.request_id for r in preempted},
             finished_req_ids=finished,
@@ -496,6 +500,7 @@ class FakeVLLM:
         self._write(request, first, stop, rank)
         if rank == 0:
             self.computed += count
+            time.sleep(count * self.seconds_per_token)
 
     def _update(self, output: Any, bad: set[int], report: Any, done: set[str]) -> None:
         for request in self.waiting:

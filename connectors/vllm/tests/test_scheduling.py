@@ -324,7 +324,7 @@ def test_lookup_deadline(rig: Any) -> None:
             return None
 
     begin = cache.begin_lookup
-    cache.begin_lookup = lambda chain, hold=True: Never()  # type: ignore[method-assign,assignment,misc]
+    cache.begin_lookup = lambda chain, **_: Never()  # type: ignore[method-assign,assignment,misc]
     again = engine.ask(tokens(9))
     cache.begin_lookup = begin  # type: ignore[method-assign]
     assert again.external == 0

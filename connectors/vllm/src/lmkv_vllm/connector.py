@@ -33,7 +33,7 @@ from lmkv_vllm.settings import read_settings
 from lmkv_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 # Our messages are plain dataclasses; vLLM's abstract classes have no behaviour to inherit.
 KVConnectorMetadata.register(StepMetadata)
@@ -199,6 +199,13 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
         if self._scheduler is not None:
             report = connector_output.kv_connector_worker_meta
             self._scheduler.reported(report, connector_output.finished_recving or ())
+
+    @guarded(tuple)
+    def take_events(self) -> Iterable[Any]:
+        """None of ours. vLLM asks once for each step whose output it has processed: so we know when that was."""
+        if self._scheduler is not None:
+            self._scheduler.processed()
+        return ()
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.errors import ConfigError
+from lmkv.keys import Namespace
 from lmkv.layout import PageLayout, PageRun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lmkv.layout import LayoutDescription
+    from lmkv_vllm.metadata import Handshake
 
 FULL: Final = ("full_attention", "mla_attention")
 """Kinds of attention whose blocks all stay valid while a request runs."""
@@ -185,6 +187,30 @@ def namespace_extra(vllm_config: Any, model: Mapping[str, str]) -> dict[str, str
         "tp": str(parallel.tensor_parallel_size),
         "pp": str(parallel.pipeline_parallel_size),
     }
+
+
+def namespace_of(
+    model: tuple[str, str, Mapping[str, str]], handshakes: Sequence[Handshake], chunk_tokens: int, epoch: str
+) -> Namespace:
+    """The namespace of an engine with these workers.
+
+    Args:
+        model: name, revision, and what else the bytes depend on (`namespace_extra`).
+        handshakes: of all workers, by rank.
+        chunk_tokens: the service's.
+        epoch: sets what was computed after a reset apart from what was before; empty: there was none.
+    """
+    name, revision, extra = model
+    return Namespace(
+        model=name,
+        revision=revision,
+        kv_dtype=str(handshakes[0].layout["dtype"]),
+        layouts=tuple(h.layout for h in handshakes),
+        page_bytes=tuple(h.page_bytes for h in handshakes),
+        chunk_tokens=chunk_tokens,
+        page_tokens=handshakes[0].layout["page_tokens"],
+        extra={**extra, **({"epoch": epoch} if epoch else {})},
+    )
 
 
 def same_pages(layouts: list[LayoutDescription]) -> int:

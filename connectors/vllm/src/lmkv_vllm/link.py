@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError, ConfigError, LmkvError
 from lmkv.observe.clients import NOBODY
+from lmkv.service.protocol import Clear, Cleared
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.start import start_apart
 from lmkv_vllm.threads import spread
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lmkv.config import Config
+    from lmkv.engine import CacheEngine
     from lmkv.observe.clients import Who
     from lmkv.service import StorageClient
     from lmkv_vllm.settings import Settings
@@ -41,6 +44,15 @@ def stack_config(settings: Settings, ranks: int) -> Config | None:
     from lmkv.plugins import PluginHost  # noqa: PLC0415
 
     return load_config(settings.config, host=PluginHost.discover(), overrides={"ranks": ranks})
+
+
+def clear(engine: CacheEngine, seconds: float) -> bool:
+    """Remove the frames of the engine's namespace; False when the service did not say within `seconds` that it has."""
+    try:
+        return isinstance(engine.client.call(Clear(engine.namespace.id)).result(seconds), Cleared)
+    except (LmkvError, TimeoutError, FutureTimeoutError) as error:
+        INCIDENTS.note("reset", f"the cache was not cleared: {type(error).__name__} {error}")
+        return False
 
 
 class Link:

@@ -36,11 +36,13 @@ class Question:
     """
 
     __slots__ = (
-        "_cancelled", "_chain", "_engine", "_hashed", "_lock", "_lookup", "_ticket", "_tokens",
+        "_cancelled", "_chain", "_engine", "_hashed", "_lock", "_lookup", "_rate", "_ticket", "_tokens",
         "begun", "deadline", "incarnation",
     )  # fmt: skip
 
-    def __init__(self, engine: CacheEngine, chain: KeyChain, tokens: list[int], *, lookup: bool) -> None:
+    def __init__(
+        self, engine: CacheEngine, chain: KeyChain, tokens: list[int], *, lookup: bool, rate: float = 0.0
+    ) -> None:
         self.begun = time.monotonic()
         self.deadline = 0.0
         self.incarnation = engine.client.incarnation
@@ -48,6 +50,7 @@ class Question:
         self._chain = chain
         self._tokens = tokens
         self._lookup = lookup
+        self._rate = rate
         self._ticket: LookupTicket | None = None
         self._cancelled = False
         self._lock = threading.Lock()
@@ -59,7 +62,7 @@ class Question:
             self._chain.extend(self._tokens)
             with self._lock:
                 if self._lookup and not self._cancelled:
-                    self._ticket = self._engine.begin_lookup(self._chain)
+                    self._ticket = self._engine.begin_lookup(self._chain, prefill_rate=self._rate)
         except Exception as error:  # noqa: BLE001  no answer is a miss
             INCIDENTS.note("look-up", f"{type(error).__name__}: {error}", error=error)
         finally:
@@ -105,10 +108,13 @@ class Hasher:
         self._queue: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, engine: CacheEngine, chain: KeyChain, request: Any, *, lookup: bool) -> Question:
-        """A question about all tokens that `request` has now; short ones are hashed before it returns."""
+    def begin(self, engine: CacheEngine, chain: KeyChain, request: Any, *, lookup: bool, rate: float = 0.0) -> Question:
+        """A question about all tokens that `request` has now; short ones are hashed before it returns.
+
+        `rate`: tokens that the engine computes in a second; 0: not known.
+        """
         tokens = tokens_from(request, chain.tokens)
-        question = Question(engine, chain, tokens, lookup=lookup)
+        question = Question(engine, chain, tokens, lookup=lookup, rate=rate)
         if len(tokens) <= INLINE_TOKENS:
             question.run()
             return question

@@ -64,6 +64,8 @@ class StepMetadata:
     """This save job and all before it are to be done, or dropped, before this step: their pages were given away."""
     idle: bool = False
     """The step computes nothing."""
+    timed: int = 0
+    """To be reported with the step's output, which so tells when it was done; 0: need not be."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,8 @@ class WorkerReport:
     """Save job → workers that are through with it, whether it was stored or dropped."""
     failed: dict[str, int] = field(default_factory=dict)
     """Request → number of the first frame of its lease that could not be loaded."""
+    timed: int = 0
+    """`StepMetadata.timed` of the step that this report comes with."""
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both reports as one; the order does not matter."""
@@ -83,7 +87,7 @@ class WorkerReport:
         failed = dict(self.failed)
         for request, index in other.failed.items():
             failed[request] = min(index, failed.get(request, index))
-        return WorkerReport(saved, failed)
+        return WorkerReport(saved, failed, max(self.timed, other.timed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import time
 import uuid
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.engine import CacheEngine, Hit
-from lmkv.errors import ConfigError, LmkvError
-from lmkv.keys import Namespace
-from lmkv.service.protocol import Clear, Cleared, Observe
-from lmkv_vllm.geometry import check_chunk, same_pages
+from lmkv.errors import ConfigError
+from lmkv.service.protocol import Observe
+from lmkv_vllm.geometry import check_chunk, namespace_of, same_pages
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.identity import RequestExtras, cacheable
+from lmkv_vllm.link import clear
 from lmkv_vllm.lookups import NOTHING, Hasher, Question, tokens_from
 from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
+from lmkv_vllm.rate import PrefillRate
 from lmkv_vllm.requests import Tracked, hits_of, load_items
 from lmkv_vllm.saving import Saves, frames_of, written_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from lmkv.keys import Namespace
     from lmkv_vllm.geometry import Geometry
     from lmkv_vllm.link import Link
     from lmkv_vllm.metadata import Handshake, WorkerReport
@@ -86,6 +87,7 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._saves = Saves(workers)
         self._counts: dict[str, float] = {}
+        self._rate = PrefillRate()
 
     # --- start and stop ---
 
@@ -114,17 +116,7 @@ class SchedulerSide:
         )  # fmt: skip
 
     def _namespace(self, chunk_tokens: int) -> Namespace:
-        name, revision, extra = self._model
-        return Namespace(
-            model=name,
-            revision=revision,
-            kv_dtype=str(self._handshakes[0].layout["dtype"]),
-            layouts=tuple(h.layout for h in self._handshakes),
-            page_bytes=tuple(h.page_bytes for h in self._handshakes),
-            chunk_tokens=chunk_tokens,
-            page_tokens=self._geometry.page_tokens,
-            extra={**extra, **({"epoch": self._epoch} if self._epoch else {})},
-        )
+        return namespace_of(self._model, self._handshakes, chunk_tokens, self._epoch)
 
     def shutdown(self) -> None:
         """Let go of everything. Idempotent; waits about a second at most."""
@@ -135,7 +127,7 @@ class SchedulerSide:
         self._loading.clear()
         self._hasher.close(1.0)
         if engine is not None and self._epoch:
-            _clear(engine, 1.0)  # nobody will ever look for these frames again
+            clear(engine, 1.0)  # nobody will ever look for these frames again
 
     # --- look-up ---
 
@@ -170,7 +162,8 @@ class SchedulerSide:
         return count, count > 0
 
     def _begin(self, engine: CacheEngine, tracked: Tracked) -> Question:
-        question = self._hasher.begin(engine, tracked.chain, tracked.request, lookup=tracked.readable)
+        rate = self._rate.tokens_per_second
+        question = self._hasher.begin(engine, tracked.chain, tracked.request, lookup=tracked.readable, rate=rate)
         tracked.question = question
         self._held += 1
         return question
@@ -266,6 +259,7 @@ class SchedulerSide:
         meta = StepMetadata(news, loads, idle=not scheduler_output.total_num_scheduled_tokens)
         meta.fence = self._saves.youngest
         try:
+            meta.timed = self._rate.scheduled(scheduler_output)
             meta.early_saves = self._early_saves()
             # Before the step's own saves are added: what they read is written in this step.
             meta.fence = self._saves.fence(written_pages(scheduler_output, loads, self._geometry.page_tokens))
@@ -338,6 +332,7 @@ class SchedulerSide:
     def reported(self, report: WorkerReport | None, received: Iterable[str]) -> None:
         """What the workers have finished in the last step."""
         if report is not None:
+            self._rate.ended(report.timed)
             self._saves.report(report.saved)
             for request_id, index in report.failed.items():
                 tracked = self._loading.get(request_id)
@@ -352,6 +347,10 @@ class SchedulerSide:
                 hits, tracked.hits = tracked.hits, []
                 for _, tier, tokens in hits:
                     self._count(f"lmkv_hit_tokens_total|tier={tier}", tokens)
+
+    def processed(self) -> None:
+        """All that came of one step has been said."""
+        self._rate.processed()
 
     def finished(self, request: Any, page_ids: list[int]) -> None:
         """A request has ended, in whatever way; its pages are free from now on, and still hold what was computed."""
@@ -388,13 +387,4 @@ class SchedulerSide:
         self._epoch = uuid.uuid4().hex
         self._engine = CacheEngine(engine.client, self._namespace(self._chunk_tokens))
         self._news = self._engine.namespace.json()
-        return _clear(engine, CLEAR_SECONDS)
-
-
-def _clear(engine: CacheEngine, seconds: float) -> bool:
-    """Remove the namespace's frames; False when the service did not say that it has."""
-    try:
-        return isinstance(engine.client.call(Clear(engine.namespace.id)).result(seconds), Cleared)
-    except (LmkvError, TimeoutError, FutureTimeoutError) as error:
-        INCIDENTS.note("reset", f"the cache was not cleared: {type(error).__name__} {error}")
-        return False
+        return clear(engine, CLEAR_SECONDS)

@@ -110,6 +110,7 @@ class WorkerSide:
         self._shard = shard
         self._namespace: str | None = None
         self._engine: CacheEngine | None = None
+        self._timed = 0
         self._changed = threading.Condition()
         """Guards everything below."""
         self._running: set[str] = set()
@@ -125,6 +126,7 @@ class WorkerSide:
 
     def before_step(self, meta: StepMetadata) -> None:
         """Nothing of the step has been computed yet: save what it may overwrite."""
+        self._timed = meta.timed
         if meta.namespace is not None:
             self._namespace, self._engine = meta.namespace, None
         for save in meta.early_saves:
@@ -166,9 +168,10 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """What is for the scheduler side."""
         with self._changed:
-            if not self._report.saved and not self._report.failed:
+            if not self._report.saved and not self._report.failed and not self._timed:
                 return None
             report, self._report = self._report, WorkerReport()
+            report.timed, self._timed = self._timed, 0
             return report
 
     def settle(self, number: int) -> None:
