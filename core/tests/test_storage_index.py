@@ -34,11 +34,11 @@ def change(index: NamespaceIndex, dice: random.Random) -> None:
     step = dice.random()
     bare = [entry for entry in index.entries.values() if not entry.prefixes and entry.pages > 1]
     if step < 0.5:
-        entry = index.add(digest, b"", len(prefixes) + 1, () if dice.random() < 0.2 else prefixes)
+        entry = index.add(digest, b"", len(prefixes) + 1, b"" if dice.random() < 0.2 else b"".join(prefixes))
         if dice.random() < 0.8:
             entry.part(0, 4096).tiers = 1
     elif step < 0.6 and bare:
-        index.learn(bare[0], frame(tuple(bare[0].digest[: bare[0].pages]))[1])
+        index.learn(bare[0], b"".join(frame(tuple(bare[0].digest[: bare[0].pages]))[1]))
     elif index.entries:
         index.discard(dice.choice(list(index.entries.values())), MissReason.EVICTED)
 
@@ -65,5 +65,5 @@ def test_longest_prefix_is_what_a_search_of_all_finds(seed: int) -> None:
 
 def test_the_key_of_a_shard() -> None:
     index = NamespaceIndex(b"n" * 16)
-    entry = index.add(b"d" * 32, b"", 1, ())
+    entry = index.add(b"d" * 32, b"", 1, b"")
     assert entry.key(3) == ChunkKey(b"n" * 16, 3, b"d" * 32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
@@ -25,12 +25,15 @@ MAX_CODEC_NAME: Final = 255
 
 # Footer: magic, version, zero, body bytes, frame bytes | trailer checksum | frame checksum.
 _HEAD: Final = struct.Struct("<8sHHIQ")
-_HEAD_AND_SUM: Final = struct.Struct("<8sHHIQ8s")
 _TRAILER_SUM: Final = 8
 _FRAME_SUM: Final = 16
-_FOOTER: Final = _HEAD.size + _TRAILER_SUM + _FRAME_SUM
+_SUMS: Final = _TRAILER_SUM + _FRAME_SUM
+_FOOTER: Final = _HEAD.size + _SUMS
 # Body: namespace, digest, parent, shard, pages, payload bytes, raw bytes, prefixes, has parent, codec bytes, zero.
 _BODY: Final = struct.Struct("<16s32s32sIIQQIBBH")
+_NUMBERS_STRUCT: Final = struct.Struct("<IIQQIBBH")
+_NUMBERS: Final = _BODY.size - _NUMBERS_STRUCT.size
+_CODEC_BYTES: Final = _BODY.size - 3
 _U32: Final = 1 << 32
 _U63: Final = 1 << 63
 
@@ -57,7 +60,8 @@ class Link(NamedTuple):
 
     parent: bytes
     pages: int
-    prefixes: tuple[bytes, ...]
+    prefixes: bytes
+    """One behind the other."""
     nbytes: int
     """Of the frame when it is identity-coded."""
 
@@ -104,8 +108,8 @@ def verify(view: memoryview, key: ChunkKey) -> Trailer:
     Raises:
         FrameError: it is not the intact frame of `key`; the message names what differs.
     """
-    nbytes, fields = _parse(view)
-    trailer = Trailer(*fields)
+    body, shape = _parse(view)
+    trailer, nbytes = _trailer(body, shape), shape.nbytes
     if nbytes != len(view):
         raise FrameError(f"frame: {len(view)} bytes are there, {nbytes} were written")
     for name, stored, asked in (
@@ -127,7 +131,7 @@ def parse_trailer(tail: bytes | memoryview) -> Trailer:
     Raises:
         FrameError: it is no intact trailer; of kind ``short`` when `tail` ends before its start and more is needed.
     """
-    return Trailer(*_parse(tail)[1])
+    return _trailer(*_parse(tail))
 
 
 def link(stored: StoredFrame) -> Link:
@@ -138,10 +142,11 @@ def link(stored: StoredFrame) -> Link:
     Raises:
         FrameError: as `parse_trailer`, or the trailer is of another key, or of a frame of another length.
     """
-    nbytes, (key, parent, pages, prefixes, _, _, raw_bytes) = _parse(stored.trailer)
-    if key != stored.key or nbytes != stored.nbytes:
-        raise FrameError(f"frame: {stored.key} with {stored.nbytes} bytes is stored as {key} with {nbytes}")
-    return Link(parent, pages, prefixes, frame_bytes(raw_bytes, len(prefixes)))
+    body, shape = _parse(stored.trailer)
+    namespace, shard, digest = stored.key
+    if body[:16] != namespace or body[16:48] != digest or shape.shard != shard or shape.nbytes != stored.nbytes:
+        raise FrameError(f"frame: the trailer under {stored.key}, {stored.nbytes} bytes, is another frame's")
+    return Link(body[48:80] if shape.has_parent else b"", shape.pages, body[shape.first : shape.end], shape.raw_nbytes)
 
 
 def trailer_bytes(end: bytes | memoryview) -> int:
@@ -152,58 +157,85 @@ def trailer_bytes(end: bytes | memoryview) -> int:
     return body_bytes + _FOOTER if magic == MAGIC else 0
 
 
-Fields: TypeAlias = tuple[ChunkKey, bytes, int, tuple[bytes, ...], str, int, int]
-"""The fields of a `Trailer`, in order."""
+class _Shape(NamedTuple):
+    """All that a trailer says besides digests; most frames of a namespace have the same."""
+
+    shard: int
+    pages: int
+    payload_bytes: int
+    raw_bytes: int
+    prefixes: int
+    has_parent: bool
+    codec: str
+    first: int
+    """Where the prefixes begin in the body."""
+    end: int
+    nbytes: int
+    """Of the whole frame."""
+    raw_nbytes: int
+    """Of the whole frame when it is identity-coded."""
 
 
-def _parse(view: bytes | memoryview) -> tuple[int, Fields]:
-    """The length that the whole frame has by the trailer at the end of `view`, and what the trailer says."""
+def _parse(view: bytes | memoryview) -> tuple[bytes, _Shape]:
+    """The body of the trailer at the end of `view` (with the footer's head behind it), and what it means."""
     available = len(view)
     if available < _FOOTER + _BODY.size:
         raise FrameError(f"frame: {available} bytes are too few for a trailer")
-    magic, version, zero, body_bytes, nbytes, stored = _HEAD_AND_SUM.unpack_from(view, available - _FOOTER)
+    head = bytes(view[-_FOOTER:-_SUMS])
+    body_bytes = _body_bytes(head)
+    start = available - _FOOTER - body_bytes
+    if start < 0:
+        raise FrameError(f"frame: trailer of {body_bytes} bytes, {available} bytes are there", kind="short")
+    body = bytes(view[start:-_SUMS])
+    if xxhash.xxh3_64_digest(body) != view[-_SUMS:-_FRAME_SUM]:
+        raise FrameError("frame: checksum of the trailer differs")
+    return body, _shape(head, body[_NUMBERS : _BODY.size + body[_CODEC_BYTES]])
+
+
+@lru_cache(maxsize=256)
+def _body_bytes(head: bytes) -> int:
+    """The body's length by the first part of the footer."""
+    magic, version, zero, body_bytes, _ = _HEAD.unpack(head)
     if magic != MAGIC:
         raise FrameError("frame: no magic at the end: not a frame, or cut short")
     if version != VERSION or zero:
         raise FrameError(f"frame: format version {version}, this is version {VERSION}")
-    start = available - _FOOTER - body_bytes
-    if start < 0:
-        raise FrameError(f"frame: trailer of {body_bytes} bytes, {available} bytes are there", kind="short")
-    covered = bytes(view[start : available - _FRAME_SUM - _TRAILER_SUM])
-    if xxhash.xxh3_64_digest(covered) != stored:
-        raise FrameError("frame: checksum of the trailer differs")
-    fields = _read_body(covered, body_bytes)
-    if nbytes != frame_bytes(fields[5], len(fields[3]), fields[4]):
-        raise FrameError(f"frame: {nbytes} bytes for a payload of {fields[5]}")
-    return nbytes, fields
+    if body_bytes < _BODY.size:
+        raise FrameError(f"frame: trailer of {body_bytes} bytes")
+    return int(body_bytes)
 
 
-def _read_body(body: bytes, size: int) -> Fields:
-    """Read the first `size` bytes of `body`."""
-    if size < _BODY.size:
-        raise FrameError(f"frame: trailer of {size} bytes")
-    (namespace, digest, parent, shard, pages, payload_bytes, raw_bytes, prefixes, has_parent, codec_bytes, zero) = (
-        _BODY.unpack_from(body)
+@lru_cache(maxsize=256)
+def _shape(head: bytes, numbers: bytes) -> _Shape:
+    """Read and check the first part of the footer, and what lies in the body between the digests."""
+    _, _, _, body_bytes, nbytes = _HEAD.unpack(head)
+    (shard, pages, payload_bytes, raw_bytes, prefixes, has_parent, codec_bytes, zero) = _NUMBERS_STRUCT.unpack_from(
+        numbers
     )
     first = _BODY.size + codec_bytes
-    if size != first + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
-        raise FrameError(f"frame: trailer of {size} bytes with {prefixes} prefixes")
-    codec = body[_BODY.size : first].decode("latin-1")
+    if body_bytes != first + prefixes * DIGEST_BYTES or has_parent > 1 or zero:
+        raise FrameError(f"frame: trailer of {body_bytes} bytes with {prefixes} prefixes")
+    codec = numbers[_NUMBERS_STRUCT.size :].decode("latin-1")
     _check_numbers(pages, prefixes, codec, payload_bytes, raw_bytes)
-    return (
-        ChunkKey(namespace, shard, digest),
-        parent if has_parent else b"",
-        pages,
-        _digests(prefixes).unpack_from(body, first),
-        codec,
-        payload_bytes,
-        raw_bytes,
+    if nbytes != frame_bytes(payload_bytes, prefixes, codec):
+        raise FrameError(f"frame: {nbytes} bytes for a payload of {payload_bytes}")
+    return _Shape(
+        shard, pages, payload_bytes, raw_bytes, prefixes, bool(has_parent), codec,
+        first, body_bytes, nbytes, frame_bytes(raw_bytes, prefixes),
+    )  # fmt: skip
+
+
+def _trailer(body: bytes, shape: _Shape) -> Trailer:
+    namespace, digest, parent = struct.unpack_from("16s32s32s", body)
+    return Trailer(
+        ChunkKey(namespace, shape.shard, digest),
+        parent if shape.has_parent else b"",
+        shape.pages,
+        struct.unpack_from("32s" * shape.prefixes, body, shape.first),
+        shape.codec,
+        shape.payload_bytes,
+        shape.raw_bytes,
     )
-
-
-@lru_cache(maxsize=64)
-def _digests(count: int) -> struct.Struct:
-    return struct.Struct("32s" * count)
 
 
 def _check_numbers(pages: int, prefixes: int, codec: str, payload_bytes: int, raw_bytes: int) -> None:

@@ -70,17 +70,16 @@ class DiskOptions(BaseModel):
         free = system.f_bavail * system.f_frsize
         if capacity + log <= free:
             return []
-        free += _used(self.path)  # what is there already counts towards the capacity
+        free += _used(self.path, "frames", "trailers", "trailers.old")
         if capacity + log <= free:
             return []
-        return [
-            f"capacity: {capacity / 2**30:.2f} GiB and at most {log / 2**30:.2f} GiB for the log of trailers, "
-            f"but {existing} has room for {free / 2**30:.2f} GiB"
-        ]
+        wanted = f"{capacity / 2**30:.2f} GiB and at most {log / 2**30:.2f} GiB for the log of trailers"
+        return [f"capacity: {wanted}, but {existing} has room for {free / 2**30:.2f} GiB"]
 
 
-def _used(folder: Path) -> int:
-    """Bytes on disk of all files below `folder`."""
-    return sum(
-        os.lstat(os.path.join(parent, name)).st_blocks * 512 for parent, _, names in os.walk(folder) for name in names
-    )
+def _used(root: Path, *names: str) -> int:
+    """Bytes on disk of these files and folders below `root`, as far as they are there."""
+    places = [os.path.join(root, name) for name in names]
+    files = [path for path in places if os.path.isfile(path)]
+    files += [os.path.join(parent, name) for place in places for parent, _, names in os.walk(place) for name in names]
+    return sum(os.lstat(path).st_blocks * 512 for path in files)

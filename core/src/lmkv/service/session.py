@@ -328,7 +328,7 @@ class Session:
         obj = self._stack.allocate(nbytes, "fill")
         if obj is None:
             return p.REJECTED
-        entry = namespace.add(frame.digest, frame.parent, frame.pages, tuple(prefixes))
+        entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
         part = entry.part(shard, nbytes)
         part.filling = number
         self._stack.filling_bytes += nbytes

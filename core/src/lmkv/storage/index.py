@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from lmkv.types import ChunkKey, MissReason
+from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
 if TYPE_CHECKING:
     import asyncio
@@ -60,17 +60,16 @@ class Entry:
     """A chunk or tail of one namespace."""
 
     __slots__ = (
-        "digest", "doomed", "holds", "leaving", "namespace", "pages", "parent", "pinned_until", "prefixes", "shards",
+        "digest", "doomed", "holds", "leaving", "namespace", "packed", "pages", "parent", "pinned_until", "shards",
     )  # fmt: skip
 
-    def __init__(
-        self, namespace: NamespaceIndex, digest: bytes, parent: bytes, pages: int, prefixes: tuple[bytes, ...]
-    ) -> None:
+    def __init__(self, namespace: NamespaceIndex, digest: bytes, parent: bytes, pages: int, prefixes: bytes) -> None:
         self.namespace = namespace
         self.digest = digest
         self.parent = parent
         self.pages = pages
-        self.prefixes = prefixes
+        self.packed = prefixes
+        """Its page prefixes one behind the other: a third of the memory that they take one by one."""
         self.shards: dict[int, Shard] = {}
         self.holds = 0
         self.pinned_until = _NEVER
@@ -78,6 +77,16 @@ class Entry:
         """Cleared while held: out of sight, its frames go with the last hold."""
         self.leaving = 0
         """Bits of tiers that it leaves with the last hold."""
+
+    @property
+    def prefixes(self) -> tuple[bytes, ...]:
+        """Digests of its first 1 … pages-1 pages, or empty. Made anew at each call."""
+        packed = self.packed
+        return tuple([packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)])
+
+    def prefix(self, pages: int) -> bytes:
+        """The digest of its first `pages` pages, empty if it is not known."""
+        return self.packed[(pages - 1) * DIGEST_BYTES : pages * DIGEST_BYTES]
 
     @property
     def ready(self) -> bool:
@@ -128,8 +137,8 @@ class NamespaceIndex:
         self._families: dict[bytes, Entry | Family] = {}
         self._ghosts: OrderedDict[bytes, MissReason] = OrderedDict()
 
-    def add(self, digest: bytes, parent: bytes, pages: int, prefixes: tuple[bytes, ...]) -> Entry:
-        """The entry of `digest`, made if it is not there."""
+    def add(self, digest: bytes, parent: bytes, pages: int, prefixes: bytes) -> Entry:
+        """The entry of `digest`, made if it is not there; `prefixes` are one behind the other."""
         entry = self.entries.get(digest)
         if entry is None:
             entry = Entry(self, digest, parent, pages, prefixes)
@@ -138,10 +147,10 @@ class NamespaceIndex:
                 self._enter(entry)
         return entry
 
-    def learn(self, entry: Entry, prefixes: tuple[bytes, ...]) -> None:
+    def learn(self, entry: Entry, prefixes: bytes) -> None:
         """The page prefixes of an entry that was found in a shared store, which tells them only when it is loaded."""
-        if prefixes and not entry.prefixes and self.entries.get(entry.digest) is entry:
-            entry.prefixes = prefixes
+        if prefixes and not entry.packed and self.entries.get(entry.digest) is entry:
+            entry.packed = prefixes
             self._enter(entry)
 
     def discard(self, entry: Entry, reason: MissReason | None) -> None:
@@ -149,7 +158,7 @@ class NamespaceIndex:
         if self.entries.get(entry.digest) is not entry:
             return
         del self.entries[entry.digest]
-        if entry.prefixes:
+        if entry.packed:
             self._leave(entry)
         if reason is not None:
             self._ghosts[entry.digest] = reason
@@ -182,17 +191,18 @@ class NamespaceIndex:
         return self._ghosts.get(digest, MissReason.NEVER_STORED)
 
     def _enter(self, entry: Entry) -> None:
-        family = self._families.setdefault(entry.prefixes[0], entry)
+        first = entry.prefix(1)
+        family = self._families.setdefault(first, entry)
         if family is entry:
             return
         if isinstance(family, Entry):
             alone, family = family, {}
-            self._families[entry.prefixes[0]] = family
+            self._families[first] = family
             _join(family, alone)
         _join(family, entry)
 
     def _leave(self, entry: Entry) -> None:
-        first = entry.prefixes[0]
+        first = entry.prefix(1)
         family = self._families[first]
         if isinstance(family, Entry):
             del self._families[first]
@@ -211,7 +221,7 @@ def _beginning(family: Entry | Family | None, prefix: bytes, pages: int) -> Iter
     if family is None:
         return ()
     if isinstance(family, Entry):
-        return (family,) if pages <= len(family.prefixes) and family.prefixes[pages - 1] == prefix else ()
+        return (family,) if family.prefix(pages) == prefix else ()
     return family.get(prefix, ())
 
 

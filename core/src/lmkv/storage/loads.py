@@ -159,7 +159,7 @@ class Loads:
             return result.reason
         trailer = result.trailer
         if trailer is not None:
-            entry.namespace.learn(entry, trailer.prefixes)
+            entry.namespace.learn(entry, b"".join(trailer.prefixes))
         if trailer is None or trailer.codec == IDENTITY:
             part.sealed = True
             obj.shorten(result.outcome.nbytes)

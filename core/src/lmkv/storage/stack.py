@@ -20,7 +20,7 @@ from lmkv.storage.coding import IDENTITY, PutItem
 from lmkv.storage.demotion import Demotion
 from lmkv.storage.driver import QUEUED, STORE
 from lmkv.storage.loads import Loads
-from lmkv.types import ChunkKey, MissReason
+from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -258,7 +258,7 @@ class Stack:
             here = set() if known is None else {s for s, part in known.shards.items() if part.present}
             if not all(places or shard in here for shard, places in enumerate(bits)):
                 break
-            entry = known or namespace.add(digest, digests[i - 1] if i else parent, pages, ())
+            entry = known or namespace.add(digest, digests[i - 1] if i else parent, pages, b"")
             for shard, places in enumerate(bits):
                 nbytes = frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
                 entry.part(shard, nbytes).tiers |= places
@@ -365,4 +365,4 @@ class Stack:
 
     def frame_size(self, entry: Entry, shard: int) -> int:
         """Bytes of the identity-coded frame."""
-        return frame_bytes(entry.pages * entry.namespace.page_bytes[shard], len(entry.prefixes))
+        return frame_bytes(entry.pages * entry.namespace.page_bytes[shard], len(entry.packed) // DIGEST_BYTES)
