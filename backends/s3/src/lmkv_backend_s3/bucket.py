@@ -1,0 +1,157 @@
+"""Requests to one bucket: each within a limit, tried again while there is time, its failures in our words."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import random
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lmkv.errors import ClosedError
+from lmkv_backend_s3.client import make_client
+from lmkv_backend_s3.refusals import StoreError, explained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    from lmkv_backend_s3.options import S3Options
+
+    T = TypeVar("T")
+
+FIRST_PAUSE: Final = 0.05
+LONGEST_PAUSE: Final = 2.0
+
+
+class Fetched(NamedTuple):
+    """What a read of an object, or of a part of it, gave."""
+
+    nbytes: int
+    """Bytes that were put into memory."""
+    total: int | None
+    """Bytes of the whole object; None where the server does not say."""
+    version: str
+    """Differs between two frames that were written under one key."""
+    whole: bool
+    """The server sent the object from its beginning, whatever range it was asked for."""
+    more: bool
+    """There are bytes behind those that fitted."""
+
+
+class Bucket:
+    """Sends requests. Thread-safe.
+
+    Raises, from all methods:
+        StoreError: the store refuses (`definite`), or it was not reached, busy or silent until the limit.
+        AbsentError, BeyondError: as their names say.
+        ClosedError: after `close`.
+    """
+
+    def __init__(self, options: S3Options, tier: str, deadline: float) -> None:
+        self.name = options.bucket
+        self.read_only = options.read_only
+        self._tier = tier
+        self._client, self._transport = make_client(options, deadline)
+        self._closed = threading.Event()
+        self._for_reads: dict[str, Any] = {}
+        if options.sse_customer_key is not None:
+            key = base64.b64decode(options.sse_customer_key.get_secret_value())
+            self._for_reads = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+        self._for_writes = dict(self._for_reads)
+        if options.sse is not None:
+            self._for_writes["ServerSideEncryption"] = options.sse
+        if options.kms_key_id is not None:
+            self._for_writes["SSEKMSKeyId"] = options.kms_key_id
+        if options.storage_class is not None:
+            self._for_writes["StorageClass"] = options.storage_class
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def ask(self, operation: str, until: float, *, patient: bool = True, **params: Any) -> dict[str, Any]:
+        """One request whose answer is no frame; `operation` is the name of a method of boto3's client."""
+        method: Callable[..., dict[str, Any]] = getattr(self._client, operation)
+
+        def attempt() -> dict[str, Any]:
+            with self._transport.exchange(until):
+                return method(Bucket=self.name, **params)
+
+        return self._persist(operation, attempt, until if patient else 0.0)
+
+    def write(self, operation: str, key: str, until: float, **params: Any) -> dict[str, Any]:
+        """A request that begins an object: with encryption and storage class."""
+        return self.ask(operation, until, Key=key, **self._for_writes, **params)
+
+    def write_part(self, key: str, until: float, **params: Any) -> dict[str, Any]:
+        """A part of a multipart upload."""
+        return self.ask("upload_part", until, Key=key, **self._for_reads, **params)
+
+    def exists(self, key: str, until: float) -> bool:
+        """Whether there is such an object. A store that lets nobody list answers 403 instead of 404: that is raised."""
+        self.ask("head_object", until, Key=key, **self._for_reads)
+        return True
+
+    def fetch(
+        self, key: str, view: memoryview, until: float, *, start: int | None = None, patient: bool = True
+    ) -> Fetched:
+        """Read an object into `view`; with `start` only the bytes from there on that `view` has room for."""
+        params = {"Range": f"bytes={start}-{start + len(view) - 1}"} if start is not None else {}
+
+        def attempt() -> Fetched:
+            with self._transport.exchange(until) as exchange:
+                answer = self._client.get_object(Bucket=self.name, Key=key, **self._for_reads, **params)
+                reply = exchange.reply
+                assert reply is not None, "boto3 has sent the request by another way"
+                whole = reply.status == http.client.OK
+                if whole and start:
+                    return Fetched(0, None, "", whole=True, more=True)  # the server takes no ranges
+                expected = answer.get("ContentLength")
+                nbytes = reply.receive(view, until)
+                if whole and expected is None:
+                    more = reply.receive(memoryview(bytearray(1)), until) > 0
+                else:
+                    more = (expected or 0) > nbytes
+                total = _total(answer.get("ContentRange")) if not whole else expected or nbytes
+                return Fetched(nbytes, total, str(answer.get("ETag") or answer.get("LastModified") or ""), whole, more)
+
+        return self._persist("get_object", attempt, until if patient else 0.0)
+
+    def close(self) -> None:
+        """End every connection and every pause at once. Idempotent."""
+        self._closed.set()
+        self._transport.close()
+
+    # --- patience ----------------------------------------------------------------------------------------------------
+
+    def _persist(self, operation: str, attempt: Callable[[], T], until: float) -> T:
+        """Try, with growing pauses, until `until`; a definite refusal is raised at once."""
+        pause = FIRST_PAUSE
+        tries = 0
+        while True:
+            self._check_open()
+            tries += 1
+            try:
+                return attempt()
+            except Exception as e:  # noqa: BLE001  sorted by what can be done about it
+                problem = explained(f"bucket {self.name!r}: {operation}", e)
+            self._check_open()
+            if not isinstance(problem, StoreError) or problem.definite:
+                raise problem from None
+            wait = pause * random.uniform(0.5, 1.0)  # noqa: S311  many clients must not come back at one moment
+            if time.monotonic() + wait >= until:
+                if tries > 1:
+                    problem.args = (f"{problem} (tried {tries} times)",)
+                raise problem from None
+            self._closed.wait(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError(f"tier {self._tier!r} is closed")
+
+
+def _total(content_range: str | None) -> int | None:
+    """Bytes of the object from ``bytes 0-99/1234``."""
+    total = (content_range or "").rpartition("/")[2]
+    return int(total) if total.isdecimal() else None
