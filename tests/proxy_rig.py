@@ -181,7 +181,12 @@ class FaultProxy:
             link = _Link(self, client)
             self._links.add(link)
             link.task = self._loop.create_task(link.run())
-            link.task.add_done_callback(lambda _, link=link: self._links.discard(link))
+            link.task.add_done_callback(lambda _, link=link: self._ended(link))
+
+    def _ended(self, link: _Link) -> None:
+        """Also of a link whose task was cancelled before it began."""
+        self._links.discard(link)
+        link.close()
 
     def _drop(self, which: Callable[[_Link], bool], *, rst: bool) -> None:
         for link in [link for link in self._links if which(link)]:
@@ -248,9 +253,9 @@ class _Link:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Both sides."""
         if self._rst:
             self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         for side in (self.client, self.target):
