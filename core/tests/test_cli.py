@@ -61,7 +61,7 @@ class Toy(StorageBackendInterface):
             if frame is None:
                 outcomes.append(MISS)
                 continue
-            obj.view[:] = bytes(len(frame)) if self.fault == "zeros" else frame
+            obj.view[: len(frame)] = bytes(len(frame)) if self.fault == "zeros" else frame
             outcomes.append(OK(len(frame)))
         return outcomes
     def delete(self, keys):

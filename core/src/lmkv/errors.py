@@ -16,6 +16,8 @@ No message contains a secret or a payload.
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class LmkvError(Exception):
     """Base of all errors of this package.
@@ -61,6 +63,10 @@ class FrameError(LmkvError):
     """Stored bytes do not verify: magic, version, lengths, key or checksum."""
 
     default_kind = "corrupt"
+
+
+WRONG_KEY: Final = "wrong-key"
+"""Kind of an `UnreadableError` that is somebody's mistake: the key that is given is not the one of that name."""
 
 
 class UnreadableError(FrameError):

@@ -29,9 +29,12 @@ def run(file: str | None, *, show: bool, offline: bool) -> int:
 
 def _probe(config: Config, capacities: tuple[int | None, ...], host: PluginHost) -> int:
     from lmkv.cli.probe import probe  # noqa: PLC0415  `--show` needs no memory and no frames
+    from lmkv.storage.codecs import Codecs  # noqa: PLC0415
 
+    codecs = Codecs([tier.codec for tier in config.tiers], host)
     results = [
-        probe(tier, capacity, config.ranks, host) for tier, capacity in zip(config.tiers, capacities, strict=True)
+        probe(tier, capacity, config.ranks, host, codecs)
+        for tier, capacity in zip(config.tiers, capacities, strict=True)
     ]
     print("round trip of one frame:")
     print(table([("tier", "backend", "result", ""), *(result.row for result in results)], indent="  "))

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from lmkv.errors import BackendError, FrameError, LmkvError
-from lmkv.frame import Trailer, frame_bytes, seal, verify
-from lmkv.memory import Pool
+from lmkv.frame import verify
+from lmkv.memory import MemoryObject, Pool
 from lmkv.specs import BackendContext
+from lmkv.storage.coding import IDENTITY, decode, encoded, stored_bound
+from lmkv.storage.keymark import leave_mark, look_at_frames, sample
 from lmkv.types import ChunkKey, HealthState
 from lmkv.units import format_size
 
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.config import TierConfig
-    from lmkv.memory import MemoryObject
+    from lmkv.frame import Trailer
     from lmkv.plugins import PluginHost
+    from lmkv.specs import Codec
+    from lmkv.storage.codecs import Codecs
+    from lmkv.storage.coding import PutItem
     from lmkv.types import Outcome
 
 _T = TypeVar("_T")
@@ -62,8 +67,8 @@ class Result:
         return self.tier, self.backend, "ok" if self.ok else "FAILED", detail
 
 
-def probe(tier: TierConfig, capacity: int | None, ranks: int, host: PluginHost) -> Result:
-    """Start the tier's backend and move one frame through it.
+def probe(tier: TierConfig, capacity: int | None, ranks: int, host: PluginHost, codecs: Codecs) -> Result:
+    """Start the tier's backend and move one frame through its codec and it; look whether its key is the right one.
 
     A store that does not answer is told within the tier's deadline: starting and asking for its health have to be done
     by then. The frame's round trip has as long again.
@@ -75,8 +80,9 @@ def probe(tier: TierConfig, capacity: int | None, ranks: int, host: PluginHost) 
     def work() -> None:
         try:
             factory = host.load_backend(tier.backend)
+            own = codecs.of(tier.codec, tier.name)
             imported.set()
-            _work(lambda: factory(tier.options, context), result, started)
+            _Trip(own, own(tier.codec.name), result).work(lambda: factory(tier.options, context), started)
         except (LmkvError, OSError) as error:
             result.problem = f"{result.step}: {_one_line(error)}"
         except BaseException as error:  # noqa: BLE001  a stranger's backend may raise anything
@@ -99,53 +105,83 @@ def _stuck(result: Result, what: str) -> Result:
     return Result(result.tier, result.backend, f"{result.step}: {what}")
 
 
-def _work(start: Callable[[], StorageBackendInterface], result: Result, started: threading.Event) -> None:
-    backend = _timed(result, "start", start)
-    key = ChunkKey(NAMESPACE, 0, os.urandom(32))
-    trailer = Trailer(key, b"", 1, (), "identity", PAYLOAD, PAYLOAD)
-    nbytes = frame_bytes(PAYLOAD, 0)
-    pool = Pool.create(4 * nbytes, hugepages="off", prefault=False)
-    try:
-        if backend.capabilities.registered_memory:
-            backend.attach(pool)
-        sent, got = _allocate(pool, nbytes), _allocate(pool, nbytes)
-        sent.view[:PAYLOAD] = os.urandom(PAYLOAD)
-        seal(sent.view, trailer)
-        if backend.capabilities.resident:
-            sent.retain("ram")  # `adopt` takes over one count
-        result.step = "health"
-        health = backend.health()
-        if health.state is HealthState.DOWN:
-            raise BackendError(health.detail or "the store is down")  # noqa: TRY301  as if the call had failed
-        result.remark = health.detail
-        started.set()
-        _round_trip(backend, key, sent, got, result)
-    except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong before is what matters
-            backend.close()
-        raise
-    else:
-        _timed(result, "close", backend.close)
-    finally:
-        pool.close()
+class _Trip:
+    """One frame's way there and back."""
 
+    def __init__(self, codecs: Callable[[str], Codec], codec: Codec, result: Result) -> None:
+        self.codecs = codecs
+        self.codec = codec
+        self.result = result
 
-def _round_trip(
-    backend: StorageBackendInterface, key: ChunkKey, sent: MemoryObject, got: MemoryObject, result: Result
-) -> None:
-    try:
-        _expect(_timed(result, "put", lambda: backend.put([key], [sent])), "put")
-        _expect(_timed(result, "get", lambda: backend.get([key], [got])), "get")
-        result.step = "compare"
-        verify(got.view, key)
-        if got.view != sent.view:
-            raise FrameError("what came back is not what was written")
-        _timed(result, "delete", lambda: backend.delete([key]))
-        if list(backend.get([key], [got]))[0].ok:  # noqa: RUF015  an empty answer should raise
-            raise BackendError("the frame is still there after delete")
-    finally:
-        sent.release("check")
-        got.release("check")
+    def work(self, start: Callable[[], StorageBackendInterface], started: threading.Event) -> None:
+        result = self.result
+        backend = _timed(result, "start", start)
+        key = ChunkKey(NAMESPACE, 0, os.urandom(32))
+        item = sample(key, PAYLOAD)
+        pool = Pool.create(4 * stored_bound(item.object.nbytes), hugepages="off", prefault=False)
+        try:
+            if backend.capabilities.registered_memory:
+                backend.attach(pool)
+            sent = _allocate(pool, item.object.nbytes)
+            sent.view[:] = item.object.view
+            if backend.capabilities.resident:
+                sent.retain("ram")  # `adopt` takes over one count
+            result.step = "health"
+            health = backend.health()
+            if health.state is HealthState.DOWN:
+                raise BackendError(health.detail or "the store is down")  # noqa: TRY301  as if the call had failed
+            result.remark = health.detail
+            started.set()
+            self._round_trip(backend, item._replace(object=sent), pool)
+            if self.codec.seals:
+                result.step = "key"
+                self._look_at_key(backend)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what went wrong before is what matters
+                backend.close()
+            raise
+        else:
+            _timed(result, "close", backend.close)
+        finally:
+            pool.close()
+
+    def _round_trip(self, backend: StorageBackendInterface, item: PutItem, pool: Pool) -> None:
+        result, key = self.result, item.key
+        frame = _timed(result, "encode", lambda: encoded(item, self.codec))
+        if frame is item.object:
+            del result.seconds["encode"]  # nothing but its seal
+        shared = backend.capabilities.shared  # where others may have stored it longer than we do
+        got = _allocate(pool, stored_bound(item.object.nbytes) if shared else frame.nbytes)
+        try:
+            _expect(_timed(result, "put", lambda: backend.put([key], [frame])), "put")
+            outcome = _expect(_timed(result, "get", lambda: backend.get([key], [got])), "get")
+            result.step = "compare"
+            trailer = verify(got.view[: outcome.nbytes], key)
+            if got.view[: outcome.nbytes] != frame.view:
+                raise FrameError("what came back is not what was written")
+            if trailer.codec != IDENTITY:
+                self._decode(item, trailer, got)
+            _timed(result, "delete", lambda: backend.delete([key]))
+            if list(backend.get([key], [got]))[0].ok:  # noqa: RUF015  an empty answer should raise
+                raise BackendError("the frame is still there after delete")
+        finally:
+            item.object.release("check")
+            got.release("check")
+
+    def _decode(self, item: PutItem, trailer: Trailer, got: MemoryObject) -> None:
+        back = MemoryObject.over(bytearray(item.object.nbytes))
+        _timed(self.result, "decode", lambda: decode(got, trailer, back, self.codec))
+        if self.codec.lossless and back.view[:PAYLOAD] != item.object.view[:PAYLOAD]:
+            raise FrameError("what was decoded is not what was encoded")
+
+    def _look_at_key(self, backend: StorageBackendInterface) -> None:
+        """Whether the store's frames are written with the same key; in a shared store a mark tells."""
+        remark = ""
+        if backend.capabilities.shared:
+            leave_mark(backend, self.codecs, self.codec)
+        elif backend.capabilities.scan:
+            remark = look_at_frames(backend, self.codecs, self.codec)
+        self.result.remark = "; ".join(filter(None, (self.result.remark, remark)))
 
 
 def _allocate(pool: Pool, nbytes: int) -> MemoryObject:
@@ -154,13 +190,14 @@ def _allocate(pool: Pool, nbytes: int) -> MemoryObject:
     return found
 
 
-def _expect(outcomes: Sequence[Outcome], step: str) -> None:
+def _expect(outcomes: Sequence[Outcome], step: str) -> Outcome:
     outcome = outcomes[0]
     if not outcome.ok:
         reason = f": {_one_line(outcome.error)}" if outcome.error is not None else ""
         raise BackendError(
             f"{outcome.kind.value}{reason}" if step == "put" else f"{outcome.kind.value} after put{reason}"
         )
+    return outcome
 
 
 def _timed(result: Result, step: str, call: Callable[[], _T]) -> _T:

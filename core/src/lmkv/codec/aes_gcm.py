@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from lmkv.codec.options import key_bytes
-from lmkv.errors import FrameError, UnreadableError
+from lmkv.errors import WRONG_KEY, FrameError, UnreadableError
 from lmkv.specs import Codec
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class AesGcmCodec(Codec):
             known = ", ".join(map(repr, self._keys))
             raise UnreadableError(f"encrypted with key {name!r}, which is not among the keys given here ({known})")
         if found.header != header:
-            raise UnreadableError(f"encrypted with another key than the one given here as {name!r}")
+            text = f"encrypted with another key than the one given here as {name!r}: give the right one"
+            raise UnreadableError(text, kind=WRONG_KEY)
         return found
 
 

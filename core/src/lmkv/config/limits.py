@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 from textwrap import indent
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from lmkv.config.codecs import CodecChain
 from lmkv.config.faults import Fault, at, in_order, printed
 from lmkv.config.memory import available_memory
 from lmkv.errors import ConfigError, LmkvError
@@ -224,6 +225,11 @@ class _Sums:
         for number in resident:
             if number:
                 self._fault(("tiers", number, "backend"), "keeps frames in host memory, so it must be the first tier")
+            if self.config.tiers[number].codec != CodecChain():
+                text = (
+                    "has no effect: this tier keeps frames in memory, as the engine needs them. Set it on a tier below"
+                )
+                self._fault(("tiers", number, "codec"), text)
         wanted = [capacities[number] or 0 for number in resident]
         sound = all(self._known("pool", key) for key in ("size", "staging", "per")) and self._known("ranks")
         if not resident or not sound or sum(wanted) <= pool - staging:

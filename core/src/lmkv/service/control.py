@@ -97,7 +97,7 @@ class Control:
         tier = self._manager.tier(message.tier)
         if tier.resident:
             raise ConfigError(f"tier {tier.name!r} holds frames as the engine needs them: compress a tier below it")
-        tier.check_codec(message.codec)
+        tier.coder.check(message.codec)
         count = 0
         for entry in list(self._entries(message.namespace, message.digests)):
             shards = [n for n, part in entry.shards.items() if part.tiers & tier.bit]

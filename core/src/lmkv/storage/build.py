@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lmkv.errors import ConfigError, LmkvError
 from lmkv.specs import BackendContext
 from lmkv.storage.codecs import Codecs
+from lmkv.storage.coding import IDENTITY
 from lmkv.storage.tier import Tier, TierSettings
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def _check(tier: Tier) -> None:
     """What only the started backend tells."""
     if tier.resident and tier.number:
         raise ConfigError(f"tier {tier.name!r} keeps frames in host memory: it must be the first of the stack")
+    if tier.resident and tier.settings.codec != IDENTITY:
+        raise ConfigError(f"tier {tier.name!r} keeps frames as the engine needs them: it takes no codec")
     if tier.capacity is None and not tier.shared:
         raise ConfigError(f"tier {tier.name!r} needs a capacity: this node alone decides what it holds")
 

@@ -133,14 +133,14 @@ class StorageManager:
         prefixes = namespace.chunk_pages - 1
         sizes = [frame_bytes(namespace.chunk_pages * nbytes, prefixes) for nbytes in namespace.page_bytes]
         for tier in self.stack.tiers:
-            most = sum(map(tier.bound, sizes))
+            most = sum(map(tier.coder.bound, sizes))
             if tier.capacity is not None and most > tier.capacity:
                 raise ConfigError(
                     f"tier {tier.name!r} holds {tier.capacity} bytes, but one chunk of {namespace.chunk_tokens} "
                     f"tokens takes {most} bytes ({len(sizes)} shards): raise its capacity or lower chunk_tokens",
                     kind="too-small",
                 )
-            tier.check_dtypes({layout["dtype"] for layout in namespace.layouts})
+            tier.coder.check_dtypes({layout["dtype"] for layout in namespace.layouts})
         if max(sizes) > self.pool.nbytes:
             raise ConfigError(
                 f"the pool has {self.pool.nbytes} bytes, but one frame takes {max(sizes)}: raise pool.size",

@@ -61,6 +61,7 @@ def _enter(
 ) -> list[ChunkKey]:
     """Into the index with `frames`; into `sizes` and `parents` with what the tier has to know. Returns the damaged."""
     damaged = []
+    identity = b""
     for stored in frames:
         key = stored.key
         try:
@@ -68,8 +69,10 @@ def _enter(
         except FrameError:
             damaged.append(key)
             continue
-        entry = index.namespace(key.namespace).add(key.digest, parent, pages, prefixes)
-        entry.part(key.shard, nbytes, key).tiers |= bit
+        if key.namespace != identity:
+            identity = key.namespace
+            add = index.namespace(identity).add
+        add(key.digest, parent, pages, prefixes).part(key.shard, nbytes, key).tiers |= bit
         sizes[key] = stored.nbytes
         parents[key] = parent or None
     return damaged

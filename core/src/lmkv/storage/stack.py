@@ -291,7 +291,9 @@ class Stack:
         `replace`: the tier has the frame and is to get it anew, in another codec.
         """
         key = entry.key(shard)
-        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(tier, tier.bound(obj.nbytes, codec)):
+        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(
+            tier, tier.coder.bound(obj.nbytes, codec)
+        ):
             if key not in tier.index:
                 self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name)
             return None

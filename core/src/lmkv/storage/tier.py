@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
-from lmkv.errors import ConfigError, FrameError, UnreadableError
+from lmkv.errors import FrameError
 from lmkv.frame import Trailer, verify
 from lmkv.specs import BulkPolicy
 from lmkv.storage.breaker import Breaker
 from lmkv.storage.calls import Calls, Request, miss_reason
-from lmkv.storage.codecs import reader
-from lmkv.storage.coding import IDENTITY, decode, encoded, stored_bound
+from lmkv.storage.coder import Coder
+from lmkv.storage.coding import IDENTITY
 from lmkv.storage.driver import Driver
 from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
@@ -67,6 +67,7 @@ class Tier:
         index: bytes of each stored frame, for tiers that this node owns alone; empty for shared stores.
         used: bytes in `index` and in puts under way.
         unreadable: those in `index` whose codec or key is not here: kept until room is needed or a put replaces them.
+        coder: what its codecs do.
         number: position in the stack, 0 is the fastest; also the bit in `Shard.tiers`.
     """
 
@@ -93,7 +94,7 @@ class Tier:
         self.reads = Breaker(settings.failures, settings.probe)
         self.writes = Breaker(settings.failures, settings.probe)
         self.on_late_put: Callable[[ChunkKey], None] = lambda _: None
-        self._codecs = codecs
+        self.coder = Coder(settings.name, backend, settings.codec, codecs)
         self._pending: dict[ChunkKey, int] = {}
         self._dying: dict[ChunkKey, int] = {}
         self._doubtful: set[ChunkKey] = set()
@@ -117,17 +118,13 @@ class Tier:
     def takes(self, key: ChunkKey, nbytes: int, *, replace: bool = False) -> bool:
         """Whether a put of this frame makes sense now: not there, not under way, not too large."""
         limit = self.backend.capabilities.max_frame_bytes
-        nbytes = self.bound(nbytes)
+        nbytes = self.coder.bound(nbytes)
         if limit is not None and nbytes > limit:
             return False
         if self.capacity is not None and nbytes > self.capacity:
             return False
         there = key in self.index and key not in self.unreadable
         return (replace or not there) and key not in self._pending and key not in self._dying
-
-    def bound(self, nbytes: int, codec: str | None = None) -> int:
-        """The most bytes that a frame takes here whose identity-coded one has `nbytes`."""
-        return nbytes if (codec or self.settings.codec) == IDENTITY else stored_bound(nbytes)
 
     def record(self, key: ChunkKey, nbytes: int, parent: bytes) -> None:
         """`key` is stored with `nbytes`: count it and give it to the policy."""
@@ -193,13 +190,12 @@ class Tier:
 
         What is stored after the deadline is recorded all the same, and reported to `on_late_put`.
         """
-        codec = codec or self.settings.codec
         keys = [item.key for item in items]
         dying = list(self._dying)
         deleted = broke_off = False
         for item in items:
             self._doubtful.discard(item.key)  # whatever is there is replaced
-            self._pending[item.key] = self.bound(item.object.nbytes, codec)
+            self._pending[item.key] = self.coder.bound(item.object.nbytes, codec)
             self.used += self._pending[item.key]
 
         def work() -> list[Outcome]:
@@ -207,7 +203,7 @@ class Tier:
             if dying:
                 self.backend.delete(dying)
                 deleted = True
-            frames = [encoded(item, self._codecs(codec)) for item in items]
+            frames = self.coder.encode(items, codec)
             broke_off = True
             outcomes = list(self.backend.put(keys, frames))
             broke_off = False
@@ -250,13 +246,7 @@ class Tier:
         """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed; or say why not."""
 
         def work() -> list[Outcome]:
-            try:
-                decode(source, trailer, target, reader(self._codecs, trailer.codec))
-            except UnreadableError:
-                raise
-            except FrameError:
-                self.backend.set_aside([trailer.key])
-                raise
+            self.coder.decode(source, trailer, target)
             return [OK(target.nbytes)]
 
         return miss_reason((await self._run(Request("decode", 1, work, _ignore, [source, target], priority)))[0])
@@ -338,24 +328,6 @@ class Tier:
             return False
         self.backend.close()
         return True
-
-    def check_codec(self, name: str) -> None:
-        """Whether frames may be stored here with that codec.
-
-        Raises:
-            PluginError: there is no such codec.
-            ConfigError: it needs options that nobody has given, or would store in the clear what this tier encrypts.
-        """
-        codec, own = self._codecs(name), self._codecs(self.settings.codec)
-        if own.seals and not codec.seals:
-            raise ConfigError(f"tier {self.name!r} encrypts ({own.name}): it stores nothing with codec {name!r}")
-
-    def check_dtypes(self, dtypes: Iterable[str]) -> None:
-        """Raise `ConfigError` if the tier's codec refuses KV of one of these types."""
-        codec = self._codecs(self.settings.codec)
-        for dtype in dtypes:
-            if refusal := codec.refusal(dtype):
-                raise ConfigError(f"tier {self.name!r}: codec {codec.name!r} {refusal}", kind="codec")
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""A tier's codecs at work."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lmkv.errors import ConfigError, FrameError, LmkvError, UnreadableError
+from lmkv.storage.codecs import reader
+from lmkv.storage.coding import IDENTITY, decode, encoded, stored_bound
+from lmkv.storage.keymark import leave_mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from lmkv.backend import StorageBackendInterface
+    from lmkv.frame import Trailer
+    from lmkv.memory import MemoryObject
+    from lmkv.specs import Codec
+    from lmkv.storage.coding import PutItem
+
+log = logging.getLogger(__name__)
+
+
+class Coder:
+    """Encodes what goes into a tier and decodes what comes out. Thread-safe.
+
+    Args:
+        tier: its name, for messages.
+        own: name of the codec (or chain) that the tier is configured with.
+        codecs: codecs by name, see `lmkv.storage.codecs`.
+    """
+
+    def __init__(self, tier: str, backend: StorageBackendInterface, own: str, codecs: Callable[[str], Codec]) -> None:
+        self.own = own
+        self._tier = tier
+        self._backend = backend
+        self._codecs = codecs
+        self._marked = not backend.capabilities.shared
+
+    def bound(self, nbytes: int, codec: str | None = None) -> int:
+        """The most bytes that a frame takes here whose identity-coded one has `nbytes`."""
+        return nbytes if (codec or self.own) == IDENTITY else stored_bound(nbytes)
+
+    def encode(self, items: Sequence[PutItem], codec: str | None = None) -> list[MemoryObject]:
+        """The frames as they are to be stored. Blocks.
+
+        Raises:
+            LmkvError: a codec refuses; nothing may be stored then.
+        """
+        chosen = self._codecs(codec or self.own)
+        if chosen.seals and not self._marked:
+            self._marked = True
+            self._mark(chosen)
+        return [encoded(item, chosen) for item in items]
+
+    def decode(self, source: MemoryObject, trailer: Trailer, target: MemoryObject) -> None:
+        """Make the identity-coded frame in `target`. A payload that is none of its codec's is set aside. Blocks.
+
+        Raises:
+            UnreadableError: its codec or key is not here: it stays where it is.
+            FrameError: it was none.
+        """
+        try:
+            decode(source, trailer, target, reader(self._codecs, trailer.codec))
+        except UnreadableError:
+            raise
+        except FrameError:
+            self._backend.set_aside([trailer.key])
+            raise
+
+    def check(self, codec: str) -> None:
+        """Whether frames may be stored here with that codec.
+
+        Raises:
+            PluginError: there is no such codec.
+            ConfigError: it needs options that nobody has given, or would store in the clear what this tier encrypts.
+        """
+        chosen, own = self._codecs(codec), self._codecs(self.own)
+        if own.seals and not chosen.seals:
+            raise ConfigError(f"tier {self._tier!r} encrypts ({own.name}): it stores nothing with codec {codec!r}")
+
+    def check_dtypes(self, dtypes: Iterable[str]) -> None:
+        """Raise `ConfigError` if the tier's codec refuses KV of one of these types."""
+        own = self._codecs(self.own)
+        for dtype in dtypes:
+            if refusal := own.refusal(dtype):
+                raise ConfigError(f"tier {self._tier!r}: codec {own.name!r} {refusal}", kind="codec")
+
+    def _mark(self, codec: Codec) -> None:
+        try:
+            leave_mark(self._backend, self._codecs, codec)
+        except (LmkvError, OSError) as error:
+            log.warning("tier %s: %s", self._tier, error, extra={"key": ("mark", self._tier)})
