@@ -1,0 +1,105 @@
+"""How a frame lies in the store: one hash per frame, so that it comes, expires and is evicted as one.
+
+    <prefix>:f:{<namespace>/<shard>/<digest>}            h: the head, 0 … n-1: the parts
+    <prefix>:t:{<namespace>/<shard>/<digest>}:<random>   the same while it is being written; then renamed
+    <prefix>:n:<namespace>                               what the namespace stands for, JSON
+
+What is in braces decides the slot of a cluster, so a frame and its temporary name are neighbours. All but the prefix
+is hexadecimal. The head is text: ``1 <generation> <bytes of the frame> <bytes of a part>``; the last part may be
+shorter. A generation is 16 random hexadecimal digits: who reads the same head before and after the parts has read
+parts of one writer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from lmkv.types import ChunkKey
+
+HEAD: Final = b"h"
+PARTS_MAX: Final = 1 << 12
+"""Parts of one frame, so that a wrong number in a head costs little."""
+SLACK: Final = 64
+"""Bytes by which a part is smaller than `part_bytes`: with the server's own header and terminator it just fills one of
+the allocator's size classes (powers of two among them), where a few bytes more would take the next, 25 % larger."""
+_FIELDS: Final = 4
+_DIGITS: Final = 16
+
+
+class Head(NamedTuple):
+    """What a frame's head says."""
+
+    generation: bytes
+    nbytes: int
+    stride: int
+    """Bytes of every part but the last."""
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return max(1, -(-self.nbytes // self.stride))
+
+    def size(self, part: int) -> int:
+        """Bytes of one part."""
+        return min(self.stride, self.nbytes - part * self.stride)
+
+    def pack(self) -> bytes:
+        """As it is stored."""
+        return b"1 %s %d %d" % (self.generation, self.nbytes, self.stride)
+
+
+def new_head(nbytes: int, part_bytes: int) -> Head:
+    """The head of a frame that is about to be written."""
+    return Head(os.urandom(_DIGITS // 2).hex().encode(), nbytes, stride(part_bytes))
+
+
+def stride(part_bytes: int) -> int:
+    """Bytes of a frame in one part."""
+    return part_bytes - SLACK
+
+
+def parse_head(data: object) -> Head | None:
+    """None for what is no head of ours; nothing is believed that does not fit together."""
+    if not isinstance(data, bytes):
+        return None
+    fields = data.split(b" ")
+    if len(fields) != _FIELDS or fields[0] != b"1" or len(fields[1]) != _DIGITS:
+        return None
+    if not all(each.isdigit() and len(each) <= _DIGITS for each in fields[2:]):
+        return None
+    nbytes, step = int(fields[2]), int(fields[3])
+    if step < 1 or nbytes < 1 or -(-nbytes // step) > PARTS_MAX:
+        return None
+    return Head(fields[1], nbytes, step)
+
+
+class Names:
+    """Keys of one prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def frame(self, key: ChunkKey) -> bytes:
+        """Of a frame."""
+        return f"{self._prefix}:f:{{{key}}}".encode()
+
+    def trial(self) -> bytes:
+        """Of a frame that nobody asks for, to try what the store lets us do."""
+        return f"{self._prefix}:f:{{check/{os.urandom(8).hex()}}}".encode()
+
+    def namespace(self, namespace: bytes) -> bytes:
+        """Of the description of a namespace."""
+        return f"{self._prefix}:n:{namespace.hex()}".encode()
+
+    def patterns(self, namespace: bytes | None) -> tuple[str, ...]:
+        """Of everything that `clear` removes."""
+        inside = "" if namespace is None else f"{namespace.hex()}/"
+        return tuple(f"{self._prefix}:{kind}:{{{inside}*" for kind in "ft")
+
+
+def temporary(frame: bytes, head: Head) -> bytes:
+    """The name under which a frame is written before it is renamed to `frame`."""
+    prefix, _, rest = frame.partition(b":f:")
+    return b"%s:t:%s:%s" % (prefix, rest, head.generation)
