@@ -23,9 +23,10 @@ from lmkv.policy.leaf_first import LeafFirstLRU
 from lmkv.service import protocol as p
 from lmkv.service.session import Session
 from lmkv.specs import BackendContext
+from lmkv.storage.inventory import TierSettings
 from lmkv.storage.manager import StorageManager
-from lmkv.storage.tier import Tier, TierSettings
-from lmkv.types import MISS, OK, Capabilities, ChunkKey, Outcome, StoredFrame
+from lmkv.storage.tier import Tier
+from lmkv.types import MISS, OK, Capabilities, ChunkKey, Health, HealthState, Outcome, StoredFrame
 from lmkv_backend_cpu.backend import CpuBackend
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ FRAME = frame_bytes(PAGE_BYTES * 2, 1)
 
 
 class Shelf(StorageBackendInterface):
-    """Keeps bytes in a dict. Everything can be made to fail: set `on_get`, `on_put` …, called before the work."""
+    """Keeps bytes in a dict. Everything can be made to fail: set `on_get`, `on_put` …, called before the work.
+
+    `calls` has what the tier's work is made of; the questions whether it works again are counted in `asked`.
+    """
 
     def __init__(self, *, shared: bool = False, parallelism: int = 2) -> None:
         self.capabilities = Capabilities(scan=not shared, persistent=True, shared=shared, parallelism=parallelism)
@@ -52,14 +56,19 @@ class Shelf(StorageBackendInterface):
         self.calls: list[tuple[str, int]] = []
         self.on_get: Callable[[Sequence[ChunkKey]], Sequence[Outcome] | None] = lambda _: None
         self.on_put: Callable[[Sequence[ChunkKey]], Sequence[Outcome] | None] = lambda _: None
+        self.on_contains: Callable[[Sequence[ChunkKey]], None] = lambda _: None
+        self.on_health: Callable[[], Health] = lambda: Health(HealthState.OK)
+        self.asked = 0
         self.lock = threading.Lock()
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         self.calls.append(("contains", len(keys)))
+        self.on_contains(keys)
         return [key in self.frames for key in keys]
 
     def get(self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject]) -> Sequence[Outcome]:
-        self.calls.append(("get", len(keys)))
+        if keys[0].namespace != bytes(16):  # nobody stores anything there: asked whether loads work again
+            self.calls.append(("get", len(keys)))
         answer = self.on_get(keys)
         if answer is not None:
             return answer
@@ -101,6 +110,10 @@ class Shelf(StorageBackendInterface):
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         self.aside.extend(keys)
         self.delete(keys)
+
+    def health(self) -> Health:
+        self.asked += 1
+        return self.on_health()
 
     def describe(self, namespace: bytes, text: str) -> None:
         self.described[namespace] = text

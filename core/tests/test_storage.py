@@ -697,6 +697,26 @@ def test_a41_clear() -> None:
     run(body())
 
 
+def test_what_is_stored_again_while_the_cleared_one_is_held_stays() -> None:
+    async def body() -> None:
+        async with storage() as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(8))
+            client.store(client.frames(keys))
+            found = await client.look_up(keys)
+            client.ask(p.Clear())
+            client.store(client.frames(keys))
+            assert await client.load(found, keys) == [True, True]
+            client.ask(p.Release(found.lease))
+            again = await client.look_up(keys)
+            assert again.chunks == 2
+            assert await client.load(again, keys) == [True, True]
+            client.ask(p.Release(again.lease))
+            assert manager.tier("ram").used == 2 * FRAME
+
+    run(body())
+
+
 def test_a42_stop() -> None:
     async def body() -> None:
         shelf, silent = Shelf(), Shelf()

@@ -20,7 +20,8 @@ from lmkv.policy.lru import LRU
 from lmkv.specs import BackendContext
 from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
-from lmkv.storage.tier import Tier, TierSettings
+from lmkv.storage.inventory import TierSettings
+from lmkv.storage.tier import Tier
 from lmkv.types import ChunkKey
 from lmkv_backend_disk.backend import create
 from lmkv_backend_disk.options import DiskOptions

@@ -86,17 +86,21 @@ class LeaseConfig(Model):
 
 
 class QueueConfig(Model):
-    """Bounds of the calls that wait for a tier; what is above them is refused at once and counted."""
+    """Bounds of the stores that wait for a tier; what is above them is dropped, newest first, and counted."""
 
-    calls: Count = Field(default=64, description="Calls waiting or running.")
+    calls: Count = Field(default=64, description="Stores that may wait for the tier; loads have as many of their own.")
     bytes: Size = Field(default=1 << 30, description="Bytes of the frames in them.")
+    seconds: Interval = Field(
+        default=10.0,
+        description="Work in them and in those that run, by the tier's measured speed; and a store's wait.",
+    )
 
 
 class BreakerConfig(Model):
     """When a tier that fails is left alone."""
 
     failures: Count = Field(default=5, description="Consecutive failures that open the breaker.")
-    probe: Interval = Field(default=5.0, description="Time between attempts while it is open.")
+    probe: Interval = Field(default=5.0, description="Time between two questions to the backend while it is open.")
 
 
 class TierConfig(Model):
@@ -125,7 +129,8 @@ class TierConfig(Model):
         " as `{name: options}`.",
     )
     deadline: Interval = Field(
-        default=2.0, description="Time for a whole batch, queue included; then it counts as a miss."
+        default=2.0,
+        description="Time for a whole batch, that of a load with its time in the queue; then it counts as a miss.",
     )
     queue: QueueConfig = Field(default_factory=QueueConfig, description="Bounds of waiting calls.")
     threads: Count | None = Field(default=None, description="Calls at the same time. Default: what the backend says.")

@@ -70,8 +70,8 @@ FAMILIES: Final = (
     Family(
         "lmkv_tier_dropped_writes_total",
         "counter",
-        "Frames not copied into the tier: no room, or too large.",
-        ("tier",),
+        "Frames not copied into the tier, by reason.",
+        ("tier", "reason"),
     ),
     Family(
         "lmkv_demotions_missed_total",
@@ -81,6 +81,15 @@ FAMILIES: Final = (
     ),
     Family("lmkv_corrupt_frames_total", "counter", "Frames that did not verify and were set aside.", ("tier",)),
     Family("lmkv_leases_expired_total", "counter", "Leases that ended because nobody released them in time."),
+    Family(
+        "lmkv_tier_load_latency_seconds", "gauge", "Seconds of a load of no bytes, as measured; 0: unknown.", ("tier",)
+    ),
+    Family(
+        "lmkv_tier_load_bytes_per_second",
+        "gauge",
+        "Bytes per second of loads, all threads at once, latency aside; 0: unknown.",
+        ("tier",),
+    ),
     Family("lmkv_tier_open", "gauge", "1 while the tier's breaker is open.", ("tier",)),
     Family("lmkv_tier_used_bytes", "gauge", "Bytes of frames in the tier, where the core keeps its index.", ("tier",)),
     Family("lmkv_tier_capacity_bytes", "gauge", "Bytes that the tier may hold.", ("tier",)),

@@ -11,17 +11,17 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from lmkv.errors import ClosedError, ConfigError, ProtocolError
+from lmkv.errors import ClosedError, ProtocolError
 from lmkv.frame import frame_bytes
 from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service import protocol as p
 from lmkv.service.checks import check_frame
 from lmkv.service.control import Control
 from lmkv.service.counts import Counts
+from lmkv.service.lookups import Lookups
 from lmkv.service.protocol import MAX_FRAMES, split_digests
-from lmkv.storage.driver import QUEUED, RUNNING
+from lmkv.storage.driver import RUNNING
 from lmkv.storage.leases import Slot
-from lmkv.storage.loads import Wanted
 from lmkv.types import MissReason
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.observe.clients import ClientMetrics
     from lmkv.storage.index import Entry, NamespaceIndex
-    from lmkv.storage.leases import Lease
     from lmkv.storage.manager import StorageManager
-    from lmkv.types import ChunkKey
 
 
 class Session:
@@ -49,10 +47,11 @@ class Session:
         self._closed = False
         manager.sessions.add(self)
         control = Control(manager)
+        lookups = Lookups(manager, self._metrics, self.leases)
         self._verbs: dict[type[p.Message], Callable[..., p.Message | Awaitable[p.Message] | None]] = {
             p.Register: self._register,
-            p.Lookup: self._lookup,
-            p.Extend: self._extend,
+            p.Lookup: lookups.lookup,
+            p.Extend: lookups.extend,
             p.Trim: self._trim,
             p.Release: self._release,
             p.Acquire: self._acquire,
@@ -97,112 +96,6 @@ class Session:
         self._manager.register(message.namespace_json)
         return p.Ok()
 
-    def _lookup(self, message: p.Lookup) -> p.Found | Awaitable[p.Found]:
-        namespace = self._namespace(message.namespace)
-        digests = split_digests(message.digests)
-        entries = _present(namespace, digests)
-        self._metrics.inc("lmkv_lookups_total")
-        shared = [t for t in self._stack.tiers if t.shared]
-        if len(entries) < len(digests) and shared:
-            return self._lookup_shared(message, namespace, digests, entries)
-        return self._found(message, namespace, digests, entries)
-
-    async def _lookup_shared(
-        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
-    ) -> p.Found:
-        """Ask the shared stores, all at once, for what the index does not have."""
-        lease = self._manager.holdings.lease([*entries])  # what is there stays while we ask
-        try:
-            parent = digests[len(entries) - 1] if entries else b""
-            discovered = await self._stack.discover(namespace, digests[len(entries) :], parent)
-            found = self._found(message, namespace, digests, _present(namespace, digests))
-        finally:
-            self._manager.end_lease(lease.number)
-        for entry in discovered:
-            self._stack.settle(entry)  # what no lease has taken is forgotten: the store knows it
-        return found
-
-    def _found(
-        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
-    ) -> p.Found:
-        partial: tuple[Entry, int] | None = None
-        if len(entries) == len(digests):
-            partial = namespace.longest_prefix(split_digests(message.prefixes))
-        else:
-            reason = self._manager.index.why_missing(namespace, digests[len(entries)])
-            self._metrics.inc("lmkv_misses_total", len(digests) - len(entries), reason=reason.value)
-        tiers = self._use([*entries, partial[0]] if partial else entries)
-        lease = 0
-        if message.hold and (entries or partial):
-            held = self._manager.holdings.lease([*entries])
-            if partial:
-                held.add_partial(partial[0])
-            lease = held.number
-            self.leases.add(lease)
-            self._bring(held, 0, len(held.entries), None, priority=QUEUED)
-        if partial:
-            return p.Found(lease, len(entries), partial[1], partial[0].digest, tiers)
-        return p.Found(lease, len(entries), tiers=tiers)
-
-    def _extend(self, message: p.Extend) -> p.Found:
-        namespace = self._namespace(message.namespace)
-        lease = self._manager.holdings.get(message.lease) if message.lease else None
-        partial = namespace.longest_prefix(split_digests(message.prefixes))
-        number = 0 if lease is None else lease.number
-        if partial is None:
-            return p.Found(number, message.chunks)
-        entry, pages = partial
-        tiers = self._use([entry])
-        if lease is not None and len(lease.entries) == lease.chunks:
-            lease.add_partial(entry)
-            self._bring(lease, lease.chunks, lease.chunks + 1, None, priority=QUEUED)
-        elif message.lease == 0 and message.hold:
-            held = self._manager.holdings.lease([])
-            held.add_partial(entry)
-            number = held.number
-            self.leases.add(number)
-            self._bring(held, 0, 1, None, priority=QUEUED)
-        return p.Found(number, message.chunks, pages, entry.digest, tiers)
-
-    def _use(self, entries: Sequence[Entry]) -> tuple[int, ...]:
-        """Note the use of `entries` in every tier; the number of the tier that each has to come from."""
-        places: list[int] = []
-        tiers = self._stack.tiers
-        used: list[list[ChunkKey]] = [[] for _ in tiers]
-        for entry in reversed(entries):  # the first chunks end up as the most recently used
-            slowest = 0
-            for part in entry.shards.values():
-                bits = part.tiers
-                if not bits & 1 and part.staged is None:
-                    slowest = max(slowest, (bits & -bits).bit_length() - 1)
-                number = 0
-                while bits:
-                    if bits & 1:
-                        used[number].append(part.key)
-                    bits >>= 1
-                    number += 1
-            places.append(slowest)
-        for tier, keys in zip(tiers, used, strict=True):
-            if keys:
-                tier.touch(keys)
-                tier.remember_use(keys)
-        places.reverse()
-        return tuple(places)
-
-    def _bring(self, lease: Lease, first: int, stop: int, shard: int | None, *, priority: int) -> None:
-        """Start the loads of what the lease holds and the pool has not, in order."""
-        wanted: list[Wanted] = []
-        ram = self._stack.ram
-        bit = 0 if ram is None else ram.bit
-        for entry in lease.entries[first:stop]:
-            if entry is None:
-                continue
-            for number, part in entry.shards.items():
-                if not part.tiers & bit and part.staged is None and (shard is None or shard == number):
-                    wanted.append(Wanted(entry, number))
-        if wanted:
-            self._stack.loads.start(wanted, priority=priority)
-
     def _trim(self, message: p.Trim) -> None:
         lease = self._manager.holdings.get(message.lease)
         if lease is not None:
@@ -223,8 +116,8 @@ class Session:
             self._metrics.inc("lmkv_misses_total", max(0, count), reason=reason.value)
             n = min(max(0, count), MAX_FRAMES)
             return p.Loaded(0, (p.ABSENT,) * n, (0,) * n, (reason.value,) * n)
-        self._bring(lease, message.first, message.first + count, message.shard, priority=RUNNING)
         entries = lease.entries[message.first : message.first + count]
+        self._stack.loads.bring(entries, message.shard, priority=RUNNING)
         loading = [
             part.loading
             for entry in entries
@@ -284,7 +177,7 @@ class Session:
     # --- store -------------------------------------------------------------------------------------------------------
 
     def _reserve(self, message: p.Reserve) -> p.Reserved:
-        namespace = self._namespace(message.namespace)
+        namespace = self._manager.index.registered(message.namespace)
         if not 0 <= message.shard < namespace.shards:
             raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
         for frame in message.frames:
@@ -373,21 +266,3 @@ class Session:
             tail = entry.namespace.entries.get(prefix)
             if tail is not None and not tail.holds and tail.pinned_until <= time.monotonic():
                 self._stack.remove(tail)
-
-    def _namespace(self, identity: bytes) -> NamespaceIndex:
-        found = self._manager.index.namespaces.get(identity)
-        if found is None or not found.shards:
-            raise ConfigError(f"namespace {identity.hex()} was not registered", kind="namespace")
-        return found
-
-
-def _present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]:
-    """The entries of the leading chunks that are READY."""
-    entries: list[Entry] = []
-    get = namespace.entries.get
-    for digest in digests:
-        entry = get(digest)
-        if entry is None or not entry.ready:
-            break
-        entries.append(entry)
-    return entries

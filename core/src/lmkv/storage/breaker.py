@@ -1,12 +1,27 @@
-"""Circuit breaker: a tier that keeps failing is left alone, and tried again by one probe per interval."""
+"""Circuit breaker of one direction of a tier: what keeps failing is left alone until somebody found that it works.
+
+A breaker lets calls through or refuses them, and never tries anything itself: while it is open, the tier asks its
+backend in the background (`lmkv.storage.watch`), and no request pays for that.
+"""
 
 from __future__ import annotations
 
-import time
+import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class State(enum.Enum):
+    """What a breaker does with calls."""
+
+    CLOSED = "closed"
+    """Lets them through."""
+    OPEN = "open"
+    """Refuses them."""
+    TRIAL = "trial"
+    """The store answers again: lets them through, and the first result decides."""
 
 
 class Breaker:
@@ -14,39 +29,62 @@ class Breaker:
 
     Args:
         failures: consecutive failures that open it.
-        probe: seconds between two probes while it is open.
+        background: nobody waits for these calls. On trial, one of them goes at a time; and one that succeeds counts as
+            a success even if it took longer than its deadline.
+
+    Attributes:
+        opened: called whenever it opens.
     """
 
-    __slots__ = ("_clock", "_failures", "_limit", "_next_probe", "_probe")
+    __slots__ = ("_failures", "_limit", "_trying", "background", "opened", "state")
 
-    def __init__(self, failures: int, probe: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, failures: int, *, background: bool = False) -> None:
+        self.state = State.CLOSED
+        self.background = background
+        self.opened: Callable[[], None] = lambda: None
         self._limit = failures
-        self._probe = probe
-        self._clock = clock
         self._failures = 0
-        self._next_probe = 0.0
+        self._trying = False
 
     @property
     def open(self) -> bool:
-        """Whether calls are refused (but for the probes)."""
-        return self._failures >= self._limit
+        """Whether every call is refused."""
+        return self.state is State.OPEN
 
     def allow(self) -> bool:
-        """Whether a call may go out now; while open, True once per interval."""
-        if self._failures < self._limit:
+        """Whether a call may go out now. What was allowed is told of by `succeeded`, `failed` or `untold`."""
+        if self.state is State.CLOSED:
             return True
-        now = self._clock()
-        if now < self._next_probe:
+        if self.state is State.OPEN or self._trying:
             return False
-        self._next_probe = now + self._probe
+        self._trying = self.background
         return True
 
     def succeeded(self) -> None:
         """A call did its work, be it a hit or a miss."""
         self._failures = 0
+        self._trying = False
+        self.state = State.CLOSED
 
     def failed(self) -> None:
         """A call raised, overran its deadline, or failed for every key."""
         self._failures += 1
-        if self._failures == self._limit:
-            self._next_probe = self._clock() + self._probe
+        self._trying = False
+        if self.state is State.TRIAL or self._failures >= self._limit:
+            self.trip()
+
+    def untold(self) -> None:
+        """A call that was allowed did not reach the backend: it says nothing."""
+        self._trying = False
+
+    def trip(self) -> None:
+        """The store is known not to work: open now."""
+        self._trying = False
+        if self.state is not State.OPEN:
+            self.state = State.OPEN
+            self.opened()
+
+    def retry(self) -> None:
+        """The store answers again: what is open goes on trial."""
+        if self.state is State.OPEN:
+            self.state = State.TRIAL

@@ -8,7 +8,8 @@ from lmkv.errors import ConfigError, LmkvError
 from lmkv.specs import BackendContext
 from lmkv.storage.codecs import Codecs
 from lmkv.storage.coding import IDENTITY
-from lmkv.storage.tier import Tier, TierSettings
+from lmkv.storage.inventory import TierSettings
+from lmkv.storage.tier import Tier
 
 if TYPE_CHECKING:
     from lmkv.config import Config, Limits, TierConfig
@@ -76,6 +77,7 @@ def build_tier(  # noqa: PLR0917  what one tier is made of
         threads=entry.threads or backend.capabilities.parallelism,
         queue_calls=entry.queue.calls,
         queue_bytes=entry.queue.bytes,
+        queue_seconds=entry.queue.seconds,
         failures=entry.breaker.failures,
         probe=entry.breaker.probe,
     )

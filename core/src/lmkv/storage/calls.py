@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from lmkv.errors import BackendError, FrameError, UnreadableError
+from lmkv.storage.cost import Cost
 from lmkv.storage.driver import STORE, Call, Driver
 from lmkv.types import FAILED, REJECTED, MissReason, Outcome, OutcomeKind
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.storage.breaker import Breaker
+    from lmkv.storage.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +53,40 @@ class Request(NamedTuple):
     priority: int = STORE
     breaker: Breaker | None = None
 
+    @property
+    def store(self) -> bool:
+        """A store: nobody waits for it, and its deadline begins when it does."""
+        return self.op == "put"
+
+
+class Limits(NamedTuple):
+    """Times of a tier's calls, in seconds."""
+
+    deadline: float
+    """Of a call. That of a load includes its time in the queue."""
+    queue: float
+    """Of work that may wait to be stored."""
+
 
 class Calls:
     """Runs requests of one tier.
 
     Attributes:
+        watch: the tier's breakers, and what closes them again.
+        costs: measured costs by operation: ``get``, ``put``, ``decode``.
         last_error: what went wrong last, for people.
     """
 
-    def __init__(self, tier: str, driver: Driver, deadline: float, metrics: Metrics) -> None:
+    def __init__(self, tier: str, driver: Driver, watch: Watch, limits: Limits, metrics: Metrics) -> None:
         self.driver = driver
+        self.watch = watch
+        self.costs = {"get": Cost(), "put": Cost(least=1), "decode": Cost(least=1)}
         self.last_error = ""
         self._tier = tier
-        self._deadline = deadline
+        self._limits = limits
         self._metrics = metrics
         self._overdue: set[Call] = set()
+        self._pending: dict[Call, tuple[Request, asyncio.Future[list[Outcome]]]] = {}
 
     @property
     def stuck(self) -> bool:
@@ -78,13 +100,18 @@ class Calls:
         if self.stuck or (request.breaker is not None and not request.breaker.allow()):
             self._refuse(request, waiting, MissReason.TIER_OPEN, f"is off after failures ({self.last_error})", "open")
             return waiting
+        nbytes = sum(o.nbytes for o in request.objects)
+        full = self.backlog(nbytes) if request.store else ""
 
         def complete(value: object, error: BaseException | None, seconds: float) -> None:
-            timer.cancel()
-            self._overdue.discard(cast("Call", call))
+            if call.timer is not None:
+                call.timer.cancel()
+            self._overdue.discard(call)
+            self._pending.pop(call, None)
             outcomes = self._outcomes(request, value, error)
-            self._judge(request, outcomes, error, seconds)
+            self._judge(request, call, outcomes, error, seconds, late=waiting.done())
             _settle(request, waiting, outcomes)
+            self._trim()
 
         def done(value: object, error: BaseException | None, seconds: float) -> None:
             try:
@@ -92,35 +119,127 @@ class Calls:
             except RuntimeError:  # the loop has been closed: nobody is left to tell
                 return
 
-        call = self.driver.submit(request.work, done=done, objects=request.objects, priority=request.priority)
-        if call is None:
-            self._count(request, "rejected")
-            self._metrics.inc("lmkv_tier_rejected_total", tier=self._tier, op=request.op)
-            _settle(request, waiting, [REJECTED] * request.nkeys)
+        found = None
+        if not full:
+            found = self.driver.submit(request.work, done=done, objects=request.objects, priority=request.priority)
+        if found is None:
+            self._reject(request, waiting, full or self.driver.full(self.driver.stores, nbytes) or "calls")
             return waiting
-        timer = loop.call_later(self._deadline, self._expire, request, call, waiting)
+        call = found
+        self._pending[call] = (request, waiting)
+        first = min(self._limits) if request.store else self._limits.deadline
+        self._arm(request, call, waiting, loop.time(), first)
         return waiting
 
-    def _expire(self, request: Request, call: Call, waiting: asyncio.Future[list[Outcome]]) -> None:
-        text = f"{request.op} overran its deadline of {self._deadline:g} s"
+    def backlog(self, nbytes: int) -> str:
+        """Why a store of so many bytes would not be queued now: ``calls``, ``bytes``, ``seconds``; or nothing."""
+        lane = self.driver.stores
+        full = self.driver.full(lane, nbytes)
+        if full or not lane.calls + lane.running:
+            return full
+        return "seconds" if self._store_seconds(1, nbytes) > self._limits.queue else ""
+
+    def _store_seconds(self, calls: int = 0, nbytes: int = 0) -> float:
+        """How long the stores that wait and run will take, as far as that is known, with so many more."""
+        lane = self.driver.stores
+        calls, nbytes = lane.calls + lane.running + calls, lane.nbytes + lane.running_bytes + nbytes
+        return self.costs["put"].drain(calls, nbytes, self.driver.threads) or 0.0
+
+    def _trim(self) -> None:
+        """A store has been measured: drop the newest of those that wait, as long as they are too much work."""
+        while self.driver.stores.calls and self._store_seconds() > self._limits.queue:
+            call = self.driver.newest(self.driver.stores)
+            if call is None or not self._drop(call):
+                return
+
+    def _drop(self, call: Call) -> bool:
+        """A store has no time left in the queue; whether it had not begun."""
+        if call not in self._pending or not self.driver.abandon(call):
+            return False
+        request, waiting = self._pending.pop(call)
+        if call.timer is not None:
+            call.timer.cancel()
+        self._reject(request, waiting, "seconds")
+        return True
+
+    def count_dropped(self, nkeys: int, why: str) -> None:
+        """So many frames are not stored; `why`: ``open``, or which bound of its queue is reached."""
+        outcome = why if why in {"open", "deadline"} else "rejected"
+        self._metrics.inc("lmkv_tier_operations_total", nkeys, tier=self._tier, op="put", outcome=outcome)
+        if outcome == "rejected":
+            self._metrics.inc("lmkv_tier_rejected_total", tier=self._tier, op="put")
+        self._metrics.inc("lmkv_tier_dropped_writes_total", nkeys, tier=self._tier, reason=why)
+
+    def _reject(self, request: Request, waiting: asyncio.Future[list[Outcome]], why: str) -> None:
+        """The queue does not take it, or no longer."""
+        if request.breaker is not None:
+            request.breaker.untold()
+        if request.store:
+            self.count_dropped(request.nkeys, why)
+        else:
+            self._count(request, "rejected")
+            self._metrics.inc("lmkv_tier_rejected_total", tier=self._tier, op=request.op)
+        _settle(request, waiting, [REJECTED] * request.nkeys)
+
+    def _arm(
+        self, request: Request, call: Call, waiting: asyncio.Future[list[Outcome]], begin: float, seconds: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        call.timer = loop.call_later(seconds, self._expire, request, call, waiting, begin)
+
+    def _expire(self, request: Request, call: Call, waiting: asyncio.Future[list[Outcome]], begin: float) -> None:
+        deadline = self._limits.deadline
+        if request.store:
+            left = self._time_left(call, begin)
+            if left > 0:
+                self._arm(request, call, waiting, begin, left)
+                return
+            if self._drop(call):
+                return
+        text = f"{request.op} overran its deadline of {deadline:g} s"
         if self.driver.abandon(call):  # never started: its time went by in the queue, no sign of illness
+            del self._pending[call]
+            if request.breaker is not None:
+                request.breaker.untold()
             self._refuse(request, waiting, MissReason.DEADLINE, text + " in the queue", "deadline")
             return
         self._overdue.add(call)
         self.last_error = text
+        self._overdue.add(call)
         if request.breaker is not None:
             request.breaker.failed()
+        if self.stuck:
+            self.watch.hung()
+            self._refuse_queued()
         self._count(request, "deadline")
         self._warn(text)
         if not waiting.done():
             error = RefusedError(f"tier {self._tier!r}: {text}", MissReason.DEADLINE)
             waiting.set_result([FAILED(error)] * request.nkeys)
 
+    def _refuse_queued(self) -> None:
+        """Every thread hangs: nobody need wait for what has not begun."""
+        for call, (request, waiting) in list(self._pending.items()):
+            if self.driver.abandon(call):
+                del self._pending[call]
+                if call.timer is not None:
+                    call.timer.cancel()
+                self._refuse(request, waiting, MissReason.TIER_OPEN, f"is off ({self.last_error})", "open")
+
+    def _time_left(self, call: Call, begin: float) -> float:
+        """Of a store: while it waits, until it has been in the queue for too long; then, until its deadline."""
+        if not call.started:
+            return min(self._limits.deadline, begin + self._limits.queue - asyncio.get_running_loop().time())
+        return call.began + self._limits.deadline - time.monotonic()
+
     def _refuse(
         self, request: Request, waiting: asyncio.Future[list[Outcome]], reason: MissReason, text: str, outcome: str
     ) -> None:
         """The call will never reach the backend."""
-        self._count(request, outcome)
+        if request.store:
+            self.count_dropped(request.nkeys, outcome)
+        else:
+            self._count(request, outcome)
         _settle(request, waiting, [FAILED(RefusedError(f"tier {self._tier!r} {text}", reason))] * request.nkeys)
 
     def _outcomes(self, request: Request, value: object, error: BaseException | None) -> list[Outcome]:
@@ -133,17 +252,28 @@ class Calls:
         return outcomes
 
     def _judge(
-        self, request: Request, outcomes: Sequence[Outcome], error: BaseException | None, seconds: float
+        self,
+        request: Request,
+        call: Call,
+        outcomes: Sequence[Outcome],
+        error: BaseException | None,
+        seconds: float,
+        *,
+        late: bool,
     ) -> None:
-        """Count a finished call and tell the breaker."""
+        """Count a finished call and tell the breaker, unless it was told at the deadline."""
         failed = [o.error for o in outcomes if o.error is not None]
         corrupt = all(isinstance(e, FrameError) for e in failed)
         ill = error is not None or (bool(failed) and len(failed) == len(outcomes) and not corrupt)
-        if request.breaker is not None:
+        breaker = request.breaker
+        if breaker is not None and (not late or (breaker.background and not ill)):
             if ill:
-                request.breaker.failed()
+                breaker.failed()
             else:
-                request.breaker.succeeded()
+                breaker.succeeded()
+        cost = self.costs.get(request.op)
+        if cost is not None and error is None and not failed:
+            cost.note(sum(o.nbytes for o in outcomes), seconds, call.company, time.monotonic())
         if error is not None or failed:
             cause = error or failed[0]
             self.last_error = f"{request.op}: {type(cause).__name__}: {cause}"

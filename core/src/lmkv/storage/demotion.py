@@ -70,7 +70,7 @@ class Demotion:
         self._timer = None
         for tier, lower in self._pairs:
             surplus = min(MARGIN_BYTES, tier.used - int(CLEAN_ABOVE * (tier.capacity or 0)))
-            if surplus <= 0 or lower.writes.open:
+            if surplus <= 0 or not lower.writable:
                 continue
             victims = self._stack.victims(tier, surplus, written=True)
             for key in list(itertools.islice(victims, MARGIN_FRAMES)):
@@ -82,7 +82,12 @@ class Demotion:
 
     def _begin(self, entry: Entry, shard: int, lower: Tier) -> None:
         part = entry.shards.get(shard)
-        if part is None or part.tiers & lower.bit or part.writes or not lower.takes(part.key, part.nbytes):
+        if (
+            part is None
+            or part.tiers & lower.bit
+            or part.writes
+            or not lower.takes(part.key, lower.coder.bound(part.nbytes))
+        ):
             return
         copied = self._copy(entry, shard, lower)
         if copied is not None:

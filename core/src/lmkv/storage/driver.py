@@ -1,8 +1,9 @@
 """The bulkhead of one tier: its own few threads, a bounded queue, and safety against calls that return late.
 
-A backend's call runs in a thread of the tier's driver and in no other. What the queue cannot take is rejected at
-once. Each call owns the memory objects that it was lent until it *returns*, whatever its deadline said meanwhile, so
-a late write can never land in memory that has been given to somebody else.
+A backend's call runs in a thread of the tier's driver and in no other. What the queue cannot take is rejected at once;
+loads and stores have a queue each, so that a flood of stores keeps out no load. Each call owns the memory objects that
+it was lent until it *returns*, whatever its deadline said meanwhile, so a late write can never land in memory that has
+been given to somebody else.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import heapq
 import itertools
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from lmkv.errors import ClosedError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from lmkv.memory import MemoryObject
 
+PROBE: Final = -1
+"""Priority of the question whether the backend works again; always accepted."""
 RUNNING: Final = 0
 """Priority of loads that a running request waits for."""
 QUEUED: Final = 1
@@ -44,18 +49,49 @@ class Done(Protocol):
         """Either `value` or `error`; `seconds` is the time in the backend."""
 
 
+@dataclass(slots=True)
+class Lane:
+    """What waits and what runs of one kind: loads, or stores and all else."""
+
+    calls: int = 0
+    """That wait."""
+    nbytes: int = 0
+    """Of memory objects in them."""
+    running: int = 0
+    running_bytes: int = 0
+
+
 class Call:
-    """One accepted call. `started` and `abandoned` change under the driver's lock."""
+    """One accepted call. Changes under the driver's lock.
 
-    __slots__ = ("abandoned", "done", "nbytes", "objects", "started", "work")
+    Attributes:
+        began: time (`time.monotonic`) at which it began to run; 0 before.
+        company: calls that moved bytes while it ran, itself included, on average over that time; set when it returns.
+        timer: of its deadline, kept by whoever keeps deadlines.
+    """
 
-    def __init__(self, work: Work, objects: Sequence[MemoryObject], nbytes: int, done: Done) -> None:
+    __slots__ = (
+        "abandoned", "began", "company", "done", "lane", "nbytes", "objects", "order", "timer", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, work: Work, objects: Sequence[MemoryObject], done: Done, *, order: tuple[int, int], lane: Lane
+    ) -> None:
         self.work = work
         self.objects = objects
-        self.nbytes = nbytes
+        self.nbytes = sum(o.nbytes for o in objects)
         self.done = done
-        self.started = False
+        self.order = order
+        self.lane = lane
+        self.began = 0.0
+        self.company = 1.0
+        self.timer: asyncio.TimerHandle | None = None
         self.abandoned = False
+
+    @property
+    def started(self) -> bool:
+        """It runs, or has run."""
+        return self.began > 0
 
 
 class Driver:
@@ -64,20 +100,27 @@ class Driver:
     Args:
         name: the tier's name, for thread names.
         threads: calls that run at once.
-        max_calls: calls that may wait.
-        max_bytes: bytes of memory objects that waiting calls may hold; one call is always accepted by an empty queue.
+        max_calls: calls that may wait, of loads and of all else.
+        max_bytes: bytes of memory objects that waiting calls of each of both kinds may hold; one call is always
+            accepted by an empty queue.
+
+    Attributes:
+        loads: calls of the priorities `RUNNING` and `QUEUED`.
+        stores: all others.
 
     Thread-safe. `submit` and `abandon` never wait for a backend.
     """
 
     def __init__(self, name: str, *, threads: int, max_calls: int, max_bytes: int) -> None:
         self.name = name
-        self.threads = threads
         self.max_calls = max_calls
         self.max_bytes = max_bytes
-        self.running = 0
-        self.queued_calls = 0
-        self.queued_bytes = 0
+        self.threads = threads
+        self.loads = Lane()
+        self.stores = Lane()
+        self._moving = 0
+        self._company = 0.0
+        self._counted = 0.0
         self._order = itertools.count()
         self._heap: list[tuple[int, int, Call]] = []
         self._wake = threading.Condition()
@@ -89,9 +132,30 @@ class Driver:
             thread.start()
 
     @property
+    def queued_calls(self) -> int:
+        """Calls that wait."""
+        return self.loads.calls + self.stores.calls
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the memory objects in them."""
+        return self.loads.nbytes + self.stores.nbytes
+
+    @property
+    def running(self) -> int:
+        """Calls that run."""
+        return self.loads.running + self.stores.running
+
+    @property
     def busy(self) -> bool:
         """Calls wait or run."""
         return self.queued_calls > 0 or self.running > 0
+
+    def full(self, lane: Lane, nbytes: int) -> str:
+        """Why a call with so many bytes would not be accepted now: ``calls``, ``bytes``, or nothing if it would be."""
+        if lane.calls >= self.max_calls:
+            return "calls"
+        return "bytes" if lane.calls and lane.nbytes + nbytes > self.max_bytes else ""
 
     def submit(
         self,
@@ -113,15 +177,15 @@ class Driver:
             if self._closed:
                 msg = f"tier {self.name!r} is closed"
                 raise ClosedError(msg)
-            full = self.queued_calls >= self.max_calls
-            if full or (self.queued_calls and self.queued_bytes + nbytes > self.max_bytes):
+            lane = self.loads if priority in {RUNNING, QUEUED} else self.stores
+            if priority != PROBE and self.full(lane, nbytes):
                 return None
             for o in objects:
                 o.retain("call")
-            call = Call(work, objects, nbytes, done)
-            heapq.heappush(self._heap, (priority, next(self._order), call))
-            self.queued_calls += 1
-            self.queued_bytes += nbytes
+            call = Call(work, objects, done, order=(priority, next(self._order)), lane=lane)
+            heapq.heappush(self._heap, (*call.order, call))
+            lane.calls += 1
+            lane.nbytes += nbytes
             self._wake.notify()
         return call
 
@@ -137,6 +201,12 @@ class Driver:
             self._drop(call)
         self._release(call)
         return True
+
+    def newest(self, lane: Lane) -> Call | None:
+        """Of the calls of `lane` that wait with memory objects: the one that would run last."""
+        with self._wake:
+            waiting = [c for _, _, c in self._heap if c.lane is lane and c.nbytes and not c.abandoned]
+            return max(waiting, key=lambda call: call.order, default=None)
 
     def close(self, deadline: float) -> bool:
         """Drop what waits, let running calls finish for at most `deadline` seconds. Idempotent.
@@ -160,8 +230,8 @@ class Driver:
 
     def _drop(self, call: Call) -> None:
         call.abandoned = True
-        self.queued_calls -= 1
-        self.queued_bytes -= call.nbytes
+        call.lane.calls -= 1
+        call.lane.nbytes -= call.nbytes
 
     @staticmethod
     def _release(call: Call) -> None:
@@ -176,14 +246,37 @@ class Driver:
                     call = heapq.heappop(self._heap)[2]
                     if call.abandoned:
                         continue
-                    call.started = True
-                    self.queued_calls -= 1
-                    self.queued_bytes -= call.nbytes
-                    self.running += 1
+                    lane = call.lane
+                    lane.calls -= 1
+                    lane.nbytes -= call.nbytes
+                    lane.running += 1
+                    lane.running_bytes += call.nbytes
+                    call.began = time.monotonic()
+                    self._crowd(call, 1)
                     return call
                 if self._closed:
                     return None
                 self._wake.wait()
+
+    def _crowd(self, call: Call, change: int) -> None:
+        """A call that moves bytes begins (1) or ends (-1): keep the sum of their number over time."""
+        now = time.monotonic()
+        self._company += self._moving * (now - self._counted)
+        self._counted = now
+        if call.nbytes:
+            self._moving += change
+        if change > 0:
+            call.company = self._company
+        elif now > call.began:
+            call.company = max(1.0, (self._company - call.company) / (now - call.began))
+        else:
+            call.company = 1.0
+
+    def _returned(self, call: Call) -> None:
+        with self._wake:
+            call.lane.running -= 1
+            call.lane.running_bytes -= call.nbytes
+            self._crowd(call, -1)
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:
@@ -196,8 +289,7 @@ class Driver:
                 error = e
             seconds = time.perf_counter() - begin
             self._release(call)
-            with self._wake:
-                self.running -= 1
+            self._returned(call)
             call.done(value, error, seconds)
             del call, value, error  # a waiting thread must not keep buffers alive
 

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from lmkv.errors import ConfigError
 from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
 if TYPE_CHECKING:
@@ -243,6 +244,13 @@ class Index:
         found = self.namespaces.get(identity)
         if found is None:
             found = self.namespaces[identity] = NamespaceIndex(identity)
+        return found
+
+    def registered(self, identity: bytes) -> NamespaceIndex:
+        """The namespace that a client has registered; `ConfigError` if none has."""
+        found = self.namespaces.get(identity)
+        if found is None or not found.shards:
+            raise ConfigError(f"namespace {identity.hex()} was not registered", kind="namespace")
         return found
 
     def entry(self, key: ChunkKey) -> Entry | None:

@@ -65,6 +65,20 @@ class Loads:
         for number, batch in batches.items():
             self._spawn(self._stack.tiers[number], batch, priority)
 
+    def bring(self, entries: Iterable[Entry | None], shard: int | None, *, priority: int) -> None:
+        """Start the loads of what the pool has not, in order: of one shard, or (None) of all."""
+        wanted: list[Wanted] = []
+        ram = self._stack.ram
+        bit = 0 if ram is None else ram.bit
+        for entry in entries:
+            if entry is None:
+                continue
+            for number, part in entry.shards.items():
+                if not part.tiers & bit and part.staged is None and (shard is None or shard == number):
+                    wanted.append(Wanted(entry, number))
+        if wanted:
+            self.start(wanted, priority=priority)
+
     async def load_one(self, entry: Entry, shard: int, *, priority: int) -> MissReason | None:
         """Have one frame in the pool; None when it is there, else why not."""
         self.start([Wanted(entry, shard)], priority=priority)

@@ -110,6 +110,8 @@ class StorageManager:
             tail=config.tail,
         )
         await manager.recover()
+        for tier in tiers:
+            tier.look()
         manager.gauge()
         return manager
 
@@ -212,8 +214,11 @@ class StorageManager:
         for tier in self.stack.tiers:
             m.set("lmkv_tier_used_bytes", tier.used, tier=tier.name)
             m.set("lmkv_tier_capacity_bytes", tier.capacity or 0, tier=tier.name)
-            m.set("lmkv_tier_open", float(tier.reads.open or tier.writes.open), tier=tier.name)
+            m.set("lmkv_tier_open", float(not (tier.readable and tier.writable)), tier=tier.name)
             m.set("lmkv_tier_queue_calls", tier.queue()[0], tier=tier.name)
+            loads = tier.cost("get")
+            m.set("lmkv_tier_load_latency_seconds", loads.latency(), tier=tier.name)
+            m.set("lmkv_tier_load_bytes_per_second", loads.bandwidth(tier.settings.threads), tier=tier.name)
 
     def holds(self) -> dict[str, int]:
         """Numbers of everything that is held now; all zero when no client has anything under way."""
@@ -239,6 +244,8 @@ class StorageManager:
                 "used_bytes": tier.used,
                 "frames": len(tier.index),
                 "capacity_bytes": tier.capacity or 0,
+                "load_latency_seconds": tier.cost("get").latency(),
+                "load_bytes_per_second": tier.cost("get").bandwidth(tier.settings.threads),
             }
         return worst.value, tiers
 
@@ -254,6 +261,8 @@ class StorageManager:
         self._closed = True
         end = time.monotonic() + deadline
         self._keeper.cancel()
+        for tier in self.stack.tiers:
+            tier.leave_alone()
         self.stack.demotion.stop()
         for session in list(self.sessions):
             session.close()

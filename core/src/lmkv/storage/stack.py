@@ -169,6 +169,10 @@ class Stack:
         if not entry.shards:
             entry.namespace.discard(entry, None if part.tiers else reason)
 
+    def unreachable(self) -> int:
+        """Bits of the tiers that refuse loads now: what lies in no other is as good as not there."""
+        return sum(tier.bit for tier in self.tiers if not tier.readable)
+
     def trailer(self, entry: Entry, shard: int) -> Trailer:
         """The trailer of the identity-coded frame."""
         raw = entry.pages * entry.namespace.page_bytes[shard]
@@ -234,8 +238,11 @@ class Stack:
         self.settle(entry)
 
     def _remove(self, entry: Entry) -> None:
+        anew = entry.namespace.entries.get(entry.digest)  # stored again while the old one was held: its frames stay
+        theirs = {} if anew is None else {n: part.tiers for n, part in anew.shards.items()}
         for tier in self.tiers:
-            tier.delete([entry.key(n) for n, part in entry.shards.items() if part.tiers & tier.bit])
+            gone = [n for n, part in entry.shards.items() if part.tiers & ~theirs.get(n, 0) & tier.bit]
+            tier.delete([entry.key(n) for n in gone])
         for part in entry.shards.values():
             part.tiers = 0
 
@@ -244,7 +251,7 @@ class Stack:
 
         Returns the entries made or found, for the caller to settle once it has put what it wants under a lease.
         """
-        shared = [tier for tier in self.tiers if tier.shared]
+        shared = [tier for tier in self.tiers if tier.shared and tier.readable]
         keys = [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
         answers = await asyncio.gather(*(tier.contains(keys, priority=QUEUED) for tier in shared))
         found: list[Entry] = []
@@ -291,11 +298,15 @@ class Stack:
         `replace`: the tier has the frame and is to get it anew, in another codec.
         """
         key = entry.key(shard)
-        if not tier.takes(key, obj.nbytes, replace=replace) or not self._make_room(
-            tier, tier.coder.bound(obj.nbytes, codec)
-        ):
+        nbytes = tier.coder.bound(obj.nbytes, codec)
+        if not tier.takes(key, nbytes, replace=replace):
             if key not in tier.index:
-                self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name)
+                self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name, reason="not_taken")
+            return None
+        if tier.refuses(obj.nbytes):  # before anything is evicted for it
+            return None
+        if not self._make_room(tier, nbytes):
+            self.metrics.inc("lmkv_tier_dropped_writes_total", tier=tier.name, reason="no_room")
             return None
         part = entry.shards[shard]
         part.writes += 1

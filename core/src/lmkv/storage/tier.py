@@ -7,48 +7,31 @@ threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
 from lmkv.errors import FrameError
 from lmkv.frame import Trailer, verify
-from lmkv.specs import BulkPolicy
-from lmkv.storage.breaker import Breaker
-from lmkv.storage.calls import Calls, Request, miss_reason
+from lmkv.storage.calls import Calls, Limits, Request, miss_reason
 from lmkv.storage.coder import Coder
-from lmkv.storage.coding import IDENTITY
-from lmkv.storage.driver import Driver
+from lmkv.storage.cost import Cost
+from lmkv.storage.driver import STORE, Driver
+from lmkv.storage.inventory import Inventory
+from lmkv.storage.watch import Watch
 from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.specs import Codec, EvictionPolicy
+    from lmkv.storage.calls import Finish
     from lmkv.storage.coding import PutItem
+    from lmkv.storage.inventory import TierSettings
     from lmkv.types import ChunkKey, MissReason, Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSettings:
-    """What the configuration says about a tier; sizes in bytes, times in seconds."""
-
-    name: str
-    capacity: int | None
-    """None: the store limits itself."""
-    write: Literal["through", "demote", "never"] = "through"
-    read: Literal["promote", "direct"] = "promote"
-    codec: str = IDENTITY
-    deadline: float = 2.0
-    threads: int = 4
-    queue_calls: int = 64
-    queue_bytes: int = 1 << 30
-    failures: int = 5
-    probe: float = 5.0
 
 
 class GetResult(NamedTuple):
@@ -60,13 +43,10 @@ class GetResult(NamedTuple):
     """Why it is not OK."""
 
 
-class Tier:
-    """One configured backend of the stack.
+class Tier(Inventory):
+    """One configured backend of the stack. What it holds and may hold is in `Inventory`.
 
     Attributes:
-        index: bytes of each stored frame, for tiers that this node owns alone; empty for shared stores.
-        used: bytes in `index` and in puts under way.
-        unreadable: those in `index` whose codec or key is not here: kept until room is needed or a put replaces them.
         coder: what its codecs do.
         number: position in the stack, 0 is the fastest; also the bit in `Shard.tiers`.
     """
@@ -80,24 +60,18 @@ class Tier:
         codecs: Callable[[str], Codec],
         metrics: Metrics,
     ) -> None:
+        super().__init__(settings, policy, backend.capabilities.max_frame_bytes)
         self.number = number
         self.bit = 1 << number
-        self.settings = settings
         self.name = settings.name
         self.backend = backend
-        self.policy = policy
         self.resident = isinstance(backend, ResidentBackend)
         self.shared = backend.capabilities.shared
-        self.index: dict[ChunkKey, int] = {}
-        self.used = 0
-        self.unreadable: set[ChunkKey] = set()
-        self.reads = Breaker(settings.failures, settings.probe)
-        self.writes = Breaker(settings.failures, settings.probe)
         self.on_late_put: Callable[[ChunkKey], None] = lambda _: None
         self.coder = Coder(settings.name, backend, settings.codec, codecs)
-        self._pending: dict[ChunkKey, int] = {}
-        self._dying: dict[ChunkKey, int] = {}
+        self._flushing = False
         self._doubtful: set[ChunkKey] = set()
+        self._undescribed: dict[bytes, str] = {}
         self._calls: Calls | None = None
         if not self.resident:
             driver = Driver(
@@ -106,69 +80,35 @@ class Tier:
                 max_calls=settings.queue_calls,
                 max_bytes=settings.queue_bytes,
             )
-            self._calls = Calls(settings.name, driver, settings.deadline, metrics)
-
-    # --- capacity ----------------------------------------------------------------------------------------------------
+            watch = Watch(
+                settings.name,
+                driver,
+                backend,
+                failures=settings.failures,
+                interval=settings.probe,
+                deadline=settings.deadline,
+            )
+            limits = Limits(settings.deadline, settings.queue_seconds)
+            self._calls = Calls(settings.name, driver, watch, limits, metrics)
 
     @property
-    def capacity(self) -> int | None:
-        """Bytes that the tier may hold, or None."""
-        return self.settings.capacity
+    def readable(self) -> bool:
+        """Loads are not refused."""
+        return self._calls is None or not self._calls.watch.reads.open
 
-    def takes(self, key: ChunkKey, nbytes: int, *, replace: bool = False) -> bool:
-        """Whether a put of this frame makes sense now: not there, not under way, not too large."""
-        limit = self.backend.capabilities.max_frame_bytes
-        nbytes = self.coder.bound(nbytes)
-        if limit is not None and nbytes > limit:
-            return False
-        if self.capacity is not None and nbytes > self.capacity:
-            return False
-        there = key in self.index and key not in self.unreadable
-        return (replace or not there) and key not in self._pending and key not in self._dying
+    @property
+    def writable(self) -> bool:
+        """Stores are not refused."""
+        return self._calls is None or not self._calls.watch.writes.open
 
-    def record(self, key: ChunkKey, nbytes: int, parent: bytes) -> None:
-        """`key` is stored with `nbytes`: count it and give it to the policy."""
-        self.used += nbytes - self.index.get(key, 0)
-        self.index[key] = nbytes
-        self.unreadable.discard(key)
-        if self.policy is not None:
-            self.policy.add(key, parent or None)
-
-    def record_all(self, sizes: Mapping[ChunkKey, int], parents: Mapping[ChunkKey, bytes | None]) -> None:
-        """As `record` for each in turn: what is found at a start, least recently used first."""
-        self.used += sum(sizes.values()) - sum(self.index[key] for key in sizes.keys() & self.index.keys())
-        self.index.update(sizes)
-        if isinstance(self.policy, BulkPolicy):
-            self.policy.add_all(parents)
-        elif self.policy is not None:
-            for key, parent in parents.items():
-                self.policy.add(key, parent)
-
-    def forget(self, key: ChunkKey) -> int:
-        """`key` is no longer stored (or no longer ours to count); returns its bytes."""
-        nbytes = self.index.pop(key, 0)
-        self.used -= nbytes
-        self.unreadable.discard(key)
-        if self.policy is not None:
-            self.policy.remove(key)
-        return nbytes
-
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """These frames were used."""
-        policy = self.policy
-        if policy is not None:
-            for key in keys:
-                policy.touch(key)
-
-    def victims(self, nbytes: int, free: Callable[[ChunkKey], bool]) -> Iterable[ChunkKey]:
-        """Keys whose eviction frees `nbytes`, as far as there are any that `free` allows; found as they are taken."""
-        if self.policy is None or nbytes <= 0:
-            return ()
-        return self.policy.victims(nbytes, self.index.__getitem__, free)
-
-    def shortfall(self, nbytes: int) -> int:
-        """Bytes that must go before `nbytes` more fit; 0 or less: they fit."""
-        return 0 if self.capacity is None else self.used + nbytes - self.capacity
+    def refuses(self, nbytes: int) -> str:
+        """Why a put of so many bytes is dropped at once, however much room there is (counted), or nothing."""
+        if self._calls is None:
+            return ""
+        why = self._calls.backlog(nbytes) if self.writable else "open"
+        if why:
+            self._calls.count_dropped(1, why)
+        return why
 
     # --- resident ----------------------------------------------------------------------------------------------------
 
@@ -220,7 +160,7 @@ class Tier:
                     self._doubtful.add(item.key)
 
         objects = [item.object for item in items]
-        return self._run(Request("put", len(keys), work, finish, objects, priority, self.writes))
+        return self._run("put", len(keys), work, finish, objects, priority)
 
     async def get(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], *, priority: int) -> list[GetResult]:
         """Load frames into `objects` and verify them. Never raises; what does not verify is reported as corrupt."""
@@ -237,7 +177,7 @@ class Tier:
             self._bury(keys, outcomes)
             return outcomes
 
-        outcomes = await self._run(Request("get", len(keys), work, _ignore, objects, priority, self.reads))
+        outcomes = await self._run("get", len(keys), work, _ignore, objects, priority)
         return [GetResult(o, trailers.get(i), miss_reason(o)) for i, o in enumerate(outcomes)]
 
     async def decode(
@@ -249,7 +189,7 @@ class Tier:
             self.coder.decode(source, trailer, target)
             return [OK(target.nbytes)]
 
-        return miss_reason((await self._run(Request("decode", 1, work, _ignore, [source, target], priority)))[0])
+        return miss_reason((await self._run("decode", 1, work, _ignore, [source, target], priority))[0])
 
     async def contains(self, keys: Sequence[ChunkKey], *, priority: int) -> list[bool]:
         """Ask a shared store. All False when it cannot say within the deadline."""
@@ -259,7 +199,7 @@ class Tier:
             found[:] = self.backend.contains(keys)
             return [OK(0)]
 
-        outcomes = await self._run(Request("contains", 1, work, _ignore, (), priority, self.reads))
+        outcomes = await self._run("contains", 1, work, _ignore, (), priority)
         return found if outcomes[0].ok and len(found) == len(keys) else [False] * len(keys)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -278,7 +218,13 @@ class Tier:
         self._flush_deletes()
 
     def tidy(self) -> None:
-        """Delete what a put that broke off may have left in the store uncounted. Called now and then."""
+        """Do what waited while the tier was off; bury what a put that broke off may have left. Called now and then."""
+        if not (self.readable and self.writable):
+            return
+        for namespace, text in list(self._undescribed.items()):
+            self.describe(namespace, text)
+        if self._dying:
+            self._flush_deletes()
         if self._doubtful:
             doubtful, self._doubtful = self._doubtful, set()
             self.delete(list(doubtful))
@@ -296,23 +242,34 @@ class Tier:
 
     def describe(self, namespace: bytes, text: str) -> None:
         """Hand a namespace's JSON to the backend."""
-        if self._calls is not None:
+        if self._calls is None:
+            return
+        self._undescribed[namespace] = text
+        if self.readable and self.writable:
+            del self._undescribed[namespace]
             self._tell("describe", lambda: self.backend.describe(namespace, text))
 
     def health(self) -> Health:
         """What the breakers and the last error say; no I/O."""
-        error = "" if self._calls is None else self._calls.last_error
-        if self._calls is not None and self._calls.stuck:
-            return Health(HealthState.DOWN, f"off while all its threads hang; last: {error}")
-        if self.reads.open:
-            return Health(HealthState.DOWN, f"off after failures; last: {error}")
-        if self.writes.open:
-            return Health(HealthState.DEGRADED, f"takes no stores after failures; last: {error}")
-        return Health(HealthState.OK)
+        return Health(HealthState.OK) if self._calls is None else self._calls.watch.health(self._calls.last_error)
+
+    def look(self) -> None:
+        """Ask the backend in the background whether it can be used at all."""
+        if self._calls is not None:
+            self._calls.watch.ask()
+
+    def cost(self, op: str) -> Cost:
+        """Measured cost of ``get``, ``put`` or ``decode``; of a resident tier nothing is measured."""
+        return Cost() if self._calls is None else self._calls.costs[op]
 
     def queue(self) -> tuple[int, int]:
         """Calls and bytes that wait in the driver."""
         return (0, 0) if self._calls is None else (self._calls.driver.queued_calls, self._calls.driver.queued_bytes)
+
+    def leave_alone(self) -> None:
+        """The end is near: no more questions to a backend that is off."""
+        if self._calls is not None:
+            self._calls.watch.stop()
 
     @property
     def busy(self) -> bool:
@@ -331,11 +288,21 @@ class Tier:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _run(self, request: Request) -> asyncio.Future[list[Outcome]]:
+    def _run(  # noqa: PLR0917  one call
+        self,
+        op: str,
+        nkeys: int,
+        work: Callable[[], list[Outcome]],
+        finish: Finish,
+        objects: Sequence[MemoryObject] = (),
+        priority: int = STORE,
+    ) -> asyncio.Future[list[Outcome]]:
         if self._calls is None:
             msg = f"tier {self.name!r} is resident: it is borrowed from, not called"
             raise TypeError(msg)
-        return self._calls.start(request)
+        watch = self._calls.watch
+        breaker = {"put": watch.writes, "get": watch.reads, "contains": watch.reads}.get(op)
+        return self._calls.start(Request(op, nkeys, work, finish, objects, priority, breaker))
 
     def _stored(self, item: PutItem, nbytes: int, *, late: bool) -> None:
         if not self.shared:
@@ -344,27 +311,35 @@ class Tier:
             self.on_late_put(item.key)
 
     def _tell(self, op: str, work: Callable[[], None]) -> None:
-        """A call that nobody waits for."""
+        """A call that nobody waits for. Left out while the tier is off."""
+        if not (self.readable and self.writable):
+            return
 
         def run() -> list[Outcome]:
             work()
             return [OK(0)]
 
-        self._run(Request(op, 1, run, _ignore))
+        self._run(op, 1, run, _ignore)
 
     def _flush_deletes(self) -> None:
-        """Delete what is dying. When that fails or the queue is full, the next put or delete tries again."""
+        """Delete what is dying. When that fails or cannot be done now, `tidy` or the next put tries again."""
+        if self._flushing or not (self.readable and self.writable):
+            return
         keys = list(self._dying)
+        self._flushing = True
 
         def work() -> list[Outcome]:
             self.backend.delete(keys)
             return [OK(0)]
 
         def finish(outcomes: list[Outcome], *, late: bool) -> None:  # noqa: ARG001  late or not, they are gone
+            self._flushing = False
             if outcomes[0].ok:
                 self._buried(keys)
+                if self._dying:
+                    self._flush_deletes()
 
-        self._run(Request("delete", 1, work, finish))
+        self._run("delete", 1, work, finish)
 
     def _buried(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:

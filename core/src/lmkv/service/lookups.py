@@ -1,0 +1,162 @@
+"""Look-ups of one client: what is there of a prompt, and a lease on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmkv.service import protocol as p
+from lmkv.service.protocol import split_digests
+from lmkv.storage.driver import QUEUED
+from lmkv.types import MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+    from lmkv.observe.clients import ClientMetrics
+    from lmkv.storage.index import Entry, NamespaceIndex
+    from lmkv.storage.manager import StorageManager
+    from lmkv.storage.stack import Stack
+    from lmkv.types import ChunkKey
+
+
+class Lookups:
+    """Answers `Lookup` and `Extend`.
+
+    Args:
+        leases: numbers of the client's leases, which new ones are added to.
+    """
+
+    def __init__(self, manager: StorageManager, metrics: ClientMetrics, leases: set[int]) -> None:
+        self._manager = manager
+        self._stack = manager.stack
+        self._metrics = metrics
+        self._leases = leases
+
+    def lookup(self, message: p.Lookup) -> p.Found | Awaitable[p.Found]:
+        """At once, unless a shared store has to be asked.
+
+        Raises:
+            ConfigError: the namespace was not registered.
+        """
+        namespace = self._manager.index.registered(message.namespace)
+        digests = split_digests(message.digests)
+        entries = present(namespace, digests)
+        self._metrics.inc("lmkv_lookups_total")
+        if len(entries) < len(digests) and any(tier.shared and tier.readable for tier in self._stack.tiers):
+            return self._lookup_shared(message, namespace, digests, entries)
+        return self._found(message, namespace, digests, entries)
+
+    async def _lookup_shared(
+        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
+    ) -> p.Found:
+        """Ask the shared stores, all at once, for what the index does not have."""
+        lease = self._manager.holdings.lease([*entries])  # what is there stays while we ask
+        try:
+            parent = digests[len(entries) - 1] if entries else b""
+            discovered = await self._stack.discover(namespace, digests[len(entries) :], parent)
+            found = self._found(message, namespace, digests, present(namespace, digests))
+        finally:
+            self._manager.end_lease(lease.number)
+        for entry in discovered:
+            self._stack.settle(entry)  # what no lease has taken is forgotten: the store knows it
+        return found
+
+    def _found(
+        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
+    ) -> p.Found:
+        missing = len(digests) - len(entries)
+        if missing:
+            self._miss(missing, self._manager.index.why_missing(namespace, digests[len(entries)]))
+        reached = self._reached(entries)
+        partial = None
+        if not missing and len(reached) == len(entries):
+            partial = self._partial(namespace, message.prefixes)
+        entries = reached
+        tiers = note_use(self._stack, [*entries, partial[0]] if partial else entries)
+        lease = self._lease(entries, partial) if message.hold else 0
+        if partial:
+            return p.Found(lease, len(entries), partial[1], partial[0].digest, tiers)
+        return p.Found(lease, len(entries), tiers=tiers)
+
+    def extend(self, message: p.Extend) -> p.Found:
+        """The longest page prefix of the first chunk that was missing, under the lease of the look-up."""
+        namespace = self._manager.index.registered(message.namespace)
+        lease = self._manager.holdings.get(message.lease) if message.lease else None
+        partial = self._partial(namespace, message.prefixes)
+        number = 0 if lease is None else lease.number
+        if partial is None:
+            return p.Found(number, message.chunks)
+        entry, pages = partial
+        tiers = note_use(self._stack, [entry])
+        if lease is not None and len(lease.entries) == lease.chunks:
+            lease.add_partial(entry)
+            self._stack.loads.bring([entry], None, priority=QUEUED)
+        elif message.lease == 0 and message.hold:
+            number = self._lease([], partial)
+        return p.Found(number, message.chunks, pages, entry.digest, tiers)
+
+    def _lease(self, entries: Sequence[Entry], partial: tuple[Entry, int] | None) -> int:
+        """Promise these, and start their loads in order; 0 when there is nothing to promise."""
+        if not entries and partial is None:
+            return 0
+        lease = self._manager.holdings.lease([*entries])
+        if partial is not None:
+            lease.add_partial(partial[0])
+        self._leases.add(lease.number)
+        self._stack.loads.bring(lease.entries, None, priority=QUEUED)
+        return lease.number
+
+    def _partial(self, namespace: NamespaceIndex, prefixes: bytes) -> tuple[Entry, int] | None:
+        found = namespace.longest_prefix(split_digests(prefixes))
+        return found if found is not None and self._reached([found[0]]) else None
+
+    def _reached(self, entries: list[Entry]) -> list[Entry]:
+        """The leading entries that can be loaded: not those that lie only in tiers that are off."""
+        off = self._stack.unreachable()
+        if off:
+            for i, entry in enumerate(entries):
+                if any(not part.tiers & ~off and part.staged is None for part in entry.shards.values()):
+                    self._miss(len(entries) - i, MissReason.TIER_OPEN)
+                    return entries[:i]
+        return entries
+
+    def _miss(self, count: int, reason: MissReason) -> None:
+        self._metrics.inc("lmkv_misses_total", count, reason=reason.value)
+
+
+def present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]:
+    """The entries of the leading chunks that are READY."""
+    entries: list[Entry] = []
+    get = namespace.entries.get
+    for digest in digests:
+        entry = get(digest)
+        if entry is None or not entry.ready:
+            break
+        entries.append(entry)
+    return entries
+
+
+def note_use(stack: Stack, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Note the use of `entries` in every tier; the number of the tier that each has to come from."""
+    places: list[int] = []
+    tiers = stack.tiers
+    used: list[list[ChunkKey]] = [[] for _ in tiers]
+    for entry in reversed(entries):  # the first chunks end up as the most recently used
+        slowest = 0
+        for part in entry.shards.values():
+            bits = part.tiers
+            if not bits & 1 and part.staged is None:
+                slowest = max(slowest, (bits & -bits).bit_length() - 1)
+            number = 0
+            while bits:
+                if bits & 1:
+                    used[number].append(part.key)
+                bits >>= 1
+                number += 1
+        places.append(slowest)
+    for tier, keys in zip(tiers, used, strict=True):
+        if keys:
+            tier.touch(keys)
+            tier.remember_use(keys)
+    places.reverse()
+    return tuple(places)

@@ -1,0 +1,113 @@
+"""What waits for a tier: bounded in calls, bytes and seconds; loads before stores; the newest stores are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
+
+from lmkv.service import protocol as p
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(coroutine)
+
+
+def test_a19_two_seconds_of_work() -> None:
+    """A store that takes 200 ms for a frame may have 2 s of work: ten frames, one of which it has in hand."""
+
+    async def body() -> None:
+        shelf = Shelf()
+        shelf.on_put = lambda _: time.sleep(0.2)
+        settings = {"capacity": 10_000 * FRAME, "queue_calls": 400, "queue_seconds": 2.0, "threads": 1}
+        async with storage(ram=600 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+            tier = manager.tier("shelf1")
+            client.store(client.frames(chain(range(4))))
+            await client.settled()
+            chains = [chain(range(start * 10, start * 10 + 4)) for start in range(1, 500)]
+            longest, times = 0, []
+            for keys in chains:
+                begin = time.perf_counter()
+                client.store(client.frames(keys))
+                times.append(time.perf_counter() - begin)
+                longest = max(longest, tier.queue()[0])
+                await asyncio.sleep(0.002)
+            assert sorted(times)[250] < 0.005
+            assert 5 <= longest <= 10
+            dropped = manager.metrics.value("lmkv_tier_dropped_writes_total", reason="seconds")
+            assert dropped >= 400
+            await manager.close(5.0)
+            assert len(shelf.frames) == 500 - dropped
+            assert manager.metrics.value("lmkv_tier_dropped_writes_total") == dropped
+
+    run(body())
+
+
+def test_stores_that_wait_are_dropped_when_the_tier_turns_out_to_be_slow() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        shelf.on_put = lambda _: time.sleep(0.1)
+        settings = {"capacity": 10_000 * FRAME, "queue_calls": 400, "queue_seconds": 0.5, "threads": 1}
+        async with storage(ram=600 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+            chains = [chain(range(start * 10, start * 10 + 4)) for start in range(50)]
+            for keys in chains:
+                client.store(client.frames(keys))
+            await client.settled()
+            assert 1 <= len(shelf.frames) <= 6
+            assert manager.metrics.value("lmkv_tier_dropped_writes_total", reason="seconds") == 50 - len(shelf.frames)
+            await client.wait(p.Clear(None, "ram"))
+            there = [(await client.look_up(keys, hold=False)).chunks for keys in chains]
+            assert sum(there) == len(shelf.frames)
+            assert there[0] == 1, "the newest are dropped, not the oldest"
+            assert not any(there[len(shelf.frames) :])
+
+    run(body())
+
+
+def test_a_store_waits_no_longer_than_it_may() -> None:
+    async def body() -> None:
+        shelf, gate = Shelf(), threading.Event()
+        shelf.on_put = lambda _: gate.wait(10) and None
+        settings = {"capacity": 100 * FRAME, "queue_seconds": 0.2, "threads": 1, "deadline": 5.0}
+        async with storage(ram=60 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+            client.store(client.frames(chain(range(12))))
+            await asyncio.sleep(0.4)
+            assert manager.tier("shelf1").queue() == (0, 0)
+            assert manager.metrics.value("lmkv_tier_dropped_writes_total", reason="seconds") == 2
+            gate.set()
+            await client.settled()
+            assert len(shelf.frames) == 1
+
+    run(body())
+
+
+def test_a_flood_of_stores_keeps_out_no_load() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        settings = {"capacity": 1000 * FRAME, "queue_calls": 8, "threads": 1, "deadline": 5.0}
+        async with storage(ram=60 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(8))
+            client.store(client.frames(keys))
+            await client.settled()
+            await client.wait(p.Clear(None, "ram"))
+            shelf.on_put = lambda _: time.sleep(0.05)
+            for start in range(100, 400, 10):
+                client.store(client.frames(chain(range(start, start + 4))))
+            assert manager.tier("shelf1").queue()[0] == 8
+            begin = time.monotonic()
+            found = await client.look_up(keys)
+            assert await client.load(found, keys) == [True, True]
+            assert time.monotonic() - begin < 0.3, "it waits for the store that runs, not for those that wait"
+            client.ask(p.Release(found.lease))
+
+    run(body())
