@@ -115,12 +115,16 @@ def health(stack: dict[str, Any], world: int = 1) -> dict[str, Any]:
         client.close()
 
 
+def total(counters: dict[str, float], name: str) -> float:
+    return sum(value for series, value in counters.items() if series.split("{")[0] == name)
+
+
 def wait_quiet(stack: dict[str, Any], world: int = 1, seconds: float = 5.0) -> None:
     """Until the service's counters have stood still for a moment and nothing is reserved."""
     last, until = None, time.monotonic() + seconds
     while time.monotonic() < until:
         now = health(stack, world)
-        state = (now["counters"].get("lmkv_stored_tokens_total"), now["holds"])
+        state = (total(now["counters"], "lmkv_rank_stored_tokens_total"), now["holds"])
         if state == last and not now["holds"].get("reservations") and not now["holds"].get("holds"):
             return
         last = state
@@ -161,7 +165,8 @@ def ram(arguments: dict[str, Any]) -> dict[str, Any]:
     before = health(stack)["counters"]
     out["logprobs"] = engine.ask(one, prompt_logprobs=0)
     after = health(stack)["counters"]
-    out["asked for logprobs"] = after["lmkv_lookup_tokens_total"] - before["lmkv_lookup_tokens_total"]
+    asked = [total(counters, "lmkv_lookup_tokens_total") for counters in (before, after)]
+    out["asked for logprobs"] = asked[1] - asked[0]
     out["salt a"] = [engine.ask(one, salt="a"), engine.ask(one, salt="a"), engine.ask(one, salt="b")]
     out["aborts"] = aborts(engine)
     out["holds"] = health(stack)["holds"]
@@ -252,7 +257,29 @@ def default(arguments: dict[str, Any]) -> dict[str, Any]:
 def two_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(arguments["stack"], tensor_parallel_size=2)
     some = {name: prompt for name, prompt in questions().items() if name.startswith(("doc0", "doc1"))}
-    return {"cold": engine.ask(some), "warm": engine.ask(some), "holds": health(arguments["stack"], 2)["holds"]}
+    out = {"cold": engine.ask(some), "warm": engine.ask(some)}
+    engine.ask({"unrelated": document(77, 40)}, 1)  # counts travel with a step
+    return {**out, **health(arguments["stack"], 2)}
+
+
+def rate(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Prompts one by one, each of several steps; how long each took, and what the connector makes of it."""
+    from vllm import SamplingParams
+
+    engine = Engine(arguments["stack"], async_scheduling=arguments["ahead"])
+    params = SamplingParams(temperature=0, max_tokens=1)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    out: dict[str, Any] = {"seconds": [], "rates": []}
+    for number in range(12):
+        prompt: Any = {"prompt_token_ids": document(1000 + number, 1000)}
+        begun = time.perf_counter()
+        engine.llm.generate([prompt], params, use_tqdm=False)
+        out["seconds"].append(time.perf_counter() - begun)
+        out["rates"].append(scheduler._rate.tokens_per_second)
+        time.sleep(0.05)  # idle time must not count
+    engine.ask({f"{n}": document(2000 + n, 900) for n in range(4)}, 40, at_once=True)  # some decode, some begin
+    out["rates"].append(scheduler._rate.tokens_per_second)
+    return out
 
 
 def full_disk(arguments: dict[str, Any]) -> dict[str, Any]:

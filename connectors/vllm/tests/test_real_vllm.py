@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from counted import Counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,6 +154,7 @@ def test_one_process(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) 
     """Chunked prefill, pages, decoded tokens, prompt_logprobs, cache_salt, aborts, reset; nothing held."""
     out = run("ram", stack=stack())
     right = answers(truth["questions"])
+    assert Counted(out["counters"]).wrong_labels() == []
     assert answers(out["cold"]) == right
     assert answers(out["warm"]) == right
     assert cached(out["cold"]) == [0, SHARED] * 4
@@ -220,14 +223,49 @@ def test_restart_damage_and_kill(run: Callable[..., dict[str, Any]], truth: dict
 
 
 @pytest.mark.slow
-def test_two_ranks(run: Callable[..., dict[str, Any]], truth: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prefill_rate(run: Callable[..., dict[str, Any]], ahead: bool) -> None:
+    """What is measured on the steps is what a prompt takes, in the same run, within a factor of two."""
+    out = run("rate", stack=stack(), ahead=ahead)
+    truth = 1000 / statistics.median(out["seconds"])
+    assert out["rates"][0] > 0, "a prompt of four steps is evidence enough"
+    assert all(truth / 2 < measured < truth * 2 for measured in out["rates"][-2:]), out
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     # Both on core 0: vLLM's waiting processes spin, and with both cores taken nothing else on a small machine runs.
-    out = run("two_ranks", processes=True, bind="0|0", stack=stack())
+    return run("two_ranks", processes=True, bind="0|0", stack=stack())
+
+
+@pytest.mark.slow
+def test_two_ranks(two_ranks: dict[str, Any], truth: dict[str, Any]) -> None:
+    out = two_ranks
     right = answers(truth["questions"])
     for asked in (out["cold"], out["warm"]):
         assert all(one["answer"] == right[name] for name, one in asked.items())
     assert cached(out["warm"]) == [WHOLE] * 4
     assert held(out["holds"]) == 0
+
+
+@pytest.mark.slow
+def test_a40_numbers_add_up_on_two_ranks(two_ranks: dict[str, Any]) -> None:
+    """All processes of an engine count under one model and instance; each rank under its own number, requests once."""
+    counted = Counted(two_ranks["counters"])
+    assert counted.wrong_labels() == []
+    assert len(counted.values("instance", of="lmkv_rank_loaded_tokens_total")) == 1
+    for family in ("lmkv_lookup_tokens_total", "lmkv_rank_stored_tokens_total"):
+        assert counted.values("instance", of=family) == counted.values("instance", of="lmkv_rank_loaded_tokens_total")
+        assert len(counted.values("model", of=family)) == 1
+    hits = sum(cached(two_ranks["cold"])) + sum(cached(two_ranks["warm"]))
+    asked = sum(PROMPT for name in ("cold", "warm") for _ in two_ranks[name]) + 40
+    assert counted.values("rank", of="lmkv_hit_tokens_total") == {"scheduler"}
+    assert counted.total("lmkv_hit_tokens_total", tier="ram") == hits
+    assert counted.total("lmkv_lookup_tokens_total", rank="scheduler") == asked
+    assert counted.total("lmkv_lookups_total") == len(two_ranks["cold"]) + len(two_ranks["warm"]) + 1
+    for rank in ("0", "1"):
+        assert counted.total("lmkv_rank_loaded_tokens_total", rank=rank, tier="ram") == hits
+        assert counted.total("lmkv_rank_stored_tokens_total", rank=rank) == counted.total("lmkv_stored_tokens_total")
 
 
 @pytest.mark.slow
