@@ -155,6 +155,7 @@ async def storage(
     pool: int | None = None,
     lease_seconds: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
+    codecs: Callable[[str], Any] = codecs,
 ) -> AsyncIterator[StorageManager]:
     """A storage of a resident tier (unless `ram` is None) and of `below`: (backend, settings)."""
     metrics = Metrics()

@@ -81,8 +81,9 @@ class Fp8Codec(Codec):
             scales.append((exponents + _SCALE).astype(np.uint8))
             factors = np.ldexp(np.float32(1), -exponents)
             target = codes[at : at + size].reshape(grid.shape)
-            for rows in _blocks(tables):
-                _round(_widened(grid[rows], half=half) * factors, target[rows])
+            with np.errstate(invalid="ignore"):  # a NaN may warn
+                for rows in _blocks(tables):
+                    _round(_widened(grid[rows], half=half) * factors, target[rows])
         head = _HEAD.pack(1, DTYPES.index(about.dtype), len(shapes)) + b"".join(_TABLE.pack(*each) for each in shapes)
         return (head, np.concatenate(scales).data, codes.data)
 
@@ -107,9 +108,9 @@ class Fp8Codec(Codec):
             column += tables.columns
             source = codes[first : first + size].reshape(tables.rows, tables.columns)
             target = values[first : first + size].reshape(source.shape)
-            for rows in _blocks(tables):
-                floats = _FLOATS[source[rows]]
-                with np.errstate(invalid="ignore", over="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):  # what `encode` did not make may have any scale
+                for rows in _blocks(tables):
+                    floats = _FLOATS[source[rows]]
                     floats *= factors
                     _narrow(floats, target[rows], half=half)
 

@@ -145,8 +145,13 @@ class Loads:
             if ready:
                 keys = [want.entry.key(want.shard) for want, _ in ready]
                 results = await tier.get(keys, [obj for _, obj in ready], priority=priority)
-                for (want, obj), result in zip(ready, results, strict=True):
-                    reason = await self._take(tier, want, obj, result, priority, deadline)
+                for (want, obj), result in zip(list(ready), results, strict=True):
+                    try:
+                        reason = await self._take(tier, want, obj, result, priority, deadline)
+                    finally:
+                        del ready[0]
+                        obj.release("load")
+                        self._stack.roomier()  # decoding the next one needs memory beside what was loaded
                     if reason is not None:
                         missing.append((want, reason))
         finally:
