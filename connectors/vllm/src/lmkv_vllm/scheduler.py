@@ -353,12 +353,15 @@ class SchedulerSide:
         self._rate.processed()
 
     def finished(self, request: Any, page_ids: list[int]) -> None:
-        """A request has ended, in whatever way; its pages are free from now on, and still hold what was computed."""
+        """A request has ended, in whatever way; its pages are free from now on, and still hold what was computed.
+
+        Not so while they are being loaded: then vLLM keeps them until the load is reported. That ends early, since what
+        is not in the pool yet nobody wants any more; what a worker copies just now it holds itself.
+        """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        if not tracked.loading:
-            self._let_go(tracked)
+        self._let_go(tracked)
         if not self._writes or tracked.loading or not page_ids or str(request.status) == "FINISHED_ERROR":
             return
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
