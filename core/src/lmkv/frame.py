@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -31,6 +31,7 @@ _SUMS: Final = _TRAILER_SUM + _FRAME_SUM
 _FOOTER: Final = _HEAD.size + _SUMS
 # Body: namespace, digest, parent, shard, pages, payload bytes, raw bytes, prefixes, has parent, codec bytes, zero.
 _BODY: Final = struct.Struct("<16s32s32sIIQQIBBH")
+_DIGESTS: Final = struct.Struct("<16s32s32s")
 _NUMBERS_STRUCT: Final = struct.Struct("<IIQQIBBH")
 _NUMBERS: Final = _BODY.size - _NUMBERS_STRUCT.size
 _CODEC_BYTES: Final = _BODY.size - 3
@@ -55,15 +56,9 @@ class Trailer:
     """After decoding."""
 
 
-class Link(NamedTuple):
-    """What an index needs to know of a frame besides its key."""
-
-    parent: bytes
-    pages: int
-    prefixes: bytes
-    """One behind the other."""
-    nbytes: int
-    """Of the frame when it is identity-coded."""
+Link: TypeAlias = tuple[bytes, int, bytes, int]
+"""What an index needs to know of a frame besides its key: parent, pages, page prefixes one behind the other, and the
+bytes that the frame has when it is identity-coded."""
 
 
 @lru_cache(maxsize=256)
@@ -142,11 +137,12 @@ def link(stored: StoredFrame) -> Link:
     Raises:
         FrameError: as `parse_trailer`, or the trailer is of another key, or of a frame of another length.
     """
-    body, shape = _parse(stored.trailer)
-    namespace, shard, digest = stored.key
-    if body[:16] != namespace or body[16:48] != digest or shape.shard != shard or shape.nbytes != stored.nbytes:
-        raise FrameError(f"frame: the trailer under {stored.key}, {stored.nbytes} bytes, is another frame's")
-    return Link(body[48:80] if shape.has_parent else b"", shape.pages, body[shape.first : shape.end], shape.raw_nbytes)
+    key, stored_bytes, trailer, _ = stored
+    body, (shard, pages, _, _, _, has_parent, _, first, end, nbytes, raw_nbytes) = _parse(trailer)
+    namespace, digest, parent = _DIGESTS.unpack_from(body)
+    if key != (namespace, shard, digest) or nbytes != stored_bytes:
+        raise FrameError(f"frame: the trailer under {key}, {stored_bytes} bytes, is another frame's")
+    return parent if has_parent else b"", pages, body[first:end], raw_nbytes
 
 
 def trailer_bytes(end: bytes | memoryview) -> int:
@@ -226,7 +222,7 @@ def _shape(head: bytes, numbers: bytes) -> _Shape:
 
 
 def _trailer(body: bytes, shape: _Shape) -> Trailer:
-    namespace, digest, parent = struct.unpack_from("16s32s32s", body)
+    namespace, digest, parent = _DIGESTS.unpack_from(body)
     return Trailer(
         ChunkKey(namespace, shape.shard, digest),
         parent if shape.has_parent else b"",

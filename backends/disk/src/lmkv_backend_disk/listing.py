@@ -53,7 +53,7 @@ def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
         trailers.append(Tail(identity, data) for identity, data in fresh.items() if data)
     for used, key, nbytes, identity in found:
         data = known.get(identity)
-        if data is not None:
+        if data is not None:  # else it has gone meanwhile
             yield StoredFrame(key, nbytes, data, used / 1e9)
 
 

@@ -31,13 +31,15 @@ def frame_path(root: str, key: ChunkKey) -> str:
 
 def parse(namespace: bytes, name: str) -> ChunkKey | None:
     """The key of a file in a folder of `namespace`; None for a file that is not ours. Quick: a scan has many."""
-    digits, end = name[:_DIGITS], name[_DIGITS:]
     try:
-        digest = bytes.fromhex(digits)
+        digest = bytes.fromhex(name[:_DIGITS])
     except ValueError:
         return None
-    if digest.hex() != digits or len(digest) != DIGEST_BYTES:  # it was upper-case, had blanks, was short
+    if len(digest) != DIGEST_BYTES:
         return None
-    if end == ".0":
+    digits = digest.hex()
+    if name == f"{digits}.0":
         return ChunkKey(namespace, 0, digest)
-    return ChunkKey(namespace, int(end[1:], 16), digest) if _SHARD.fullmatch(end) else None
+    end = name[_DIGITS:]
+    # Upper-case digits are no name of ours.
+    return ChunkKey(namespace, int(end[1:], 16), digest) if _SHARD.fullmatch(end) and name == digits + end else None

@@ -29,9 +29,11 @@ SHARE: Final = 128
 """A generation takes at most this part of the tier's capacity, both together twice that."""
 
 _MAGIC: Final = b"lmkvtrl1"
-_HEAD: Final = struct.Struct("<8sII")  # magic, CRC-32 of identity and trailer, bytes of trailer
+_HEAD: Final = struct.Struct("<8sII68s")  # magic, CRC-32 of identity and trailer, bytes of trailer, identity
 _IDENTITY: Final = struct.Struct("<16sI32sQQ")  # namespace, shard, digest, file's bytes and inode
-_MARK: Final = _HEAD.size + _IDENTITY.size
+_MOST: Final = 1 << 20
+"""Bytes of a trailer; a record with more is damaged."""
+_PIECE: Final = 1 << 20
 _BATCH: Final = 256
 """Records that are written at once."""
 
@@ -58,7 +60,9 @@ class Tail(NamedTuple):
 def tail_of(key: ChunkKey, frame: memoryview, inode: int) -> Tail:
     """What is remembered of a frame just written."""
     length = trailer_bytes(frame)
-    return Tail(pack_identity(key, len(frame), inode), bytes(frame[-length if 0 < length <= len(frame) else -TAIL :]))
+    if not 0 < length <= min(len(frame), _MOST):
+        length = TAIL
+    return Tail(pack_identity(key, len(frame), inode), bytes(frame[-length:]))
 
 
 class TrailerLog:
@@ -86,11 +90,13 @@ class TrailerLog:
         found: dict[bytes, bytes] = {}
         records = 0
         for path in (f"{self._path}.old", self._path):
-            try:
-                with open(path, "rb") as file:
-                    records += _parse(file.read(), found)
-            except OSError:
-                continue
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                rest = b""
+                while piece := file.read(_PIECE):  # pieces that stay in the processor's caches
+                    data = rest + piece
+                    count, done = _parse(data, found)
+                    records, rest = records + count, data[done:]
+                records += _parse(rest, found, at_end=True)[0]
         return found, records
 
     def rewrite(self, tails: Iterable[Tail]) -> None:
@@ -133,24 +139,29 @@ class TrailerLog:
 
 
 def _record(tail: Tail) -> bytes:
-    body = tail.identity + tail.data
-    return _HEAD.pack(_MAGIC, zlib.crc32(body), len(tail.data)) + body
+    identity, data = tail
+    return _HEAD.pack(_MAGIC, zlib.crc32(data, zlib.crc32(identity)), len(data), identity) + data
 
 
-def _parse(data: bytes, into: dict[bytes, bytes]) -> int:
-    """Add the intact records of `data`, and count them."""
-    records = 0
-    at = data.find(_MAGIC)
-    last = len(data) - _MARK
-    unpack, crc32, skip, identity_bytes = _HEAD.unpack_from, zlib.crc32, _HEAD.size, _IDENTITY.size
-    while 0 <= at <= last:
-        magic, checksum, length = unpack(data, at)
-        end = at + _MARK + length
-        body = data[at + skip : end]
-        if magic == _MAGIC and checksum == crc32(body) and end <= len(data):
-            into[body[:identity_bytes]] = body[identity_bytes:]
-            records += 1
-            at = end
-        else:  # cut short by a crash: the next record begins somewhere behind
-            at = data.find(_MAGIC, at + 1)
-    return records
+def _parse(data: bytes, into: dict[bytes, bytes], *, at_end: bool = False) -> tuple[int, int]:
+    """Add the intact records of `data`; returns how many, and where one begins that may go on after `data`."""
+    records = at = 0
+    available = len(data)
+    unpack, crc32 = _HEAD.unpack_from, zlib.crc32
+    while at + _HEAD.size <= available:
+        magic, checksum, length, identity = unpack(data, at)
+        if magic == _MAGIC and length <= _MOST:
+            begin = at + _HEAD.size
+            end = begin + length
+            if end > available and not at_end:
+                break
+            trailer = data[begin:end]
+            if crc32(trailer, crc32(identity)) == checksum:
+                into[identity] = trailer
+                records += 1
+                at = end
+                continue
+        # Cut short by a crash, or no record at all: the next one begins somewhere behind.
+        following = data.find(_MAGIC, at + 1)
+        at = following if following >= 0 else max(at + 1, available - len(_MAGIC) + 1)
+    return records, at

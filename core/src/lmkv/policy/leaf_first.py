@@ -72,10 +72,12 @@ class LeafFirstLRU:
             for key, parent in parents.items():
                 self.add(key, parent)
             return
+        clock = self._clock
         for key, parent in parents.items():
-            entry = entries[key] = _Entry(key, next(self._clock))
-            if parent and parent != key.digest:
-                entry.parent = before = ChunkKey(key.namespace, key.shard, parent)
+            entry = entries[key] = _Entry(key, next(clock))
+            namespace, shard, digest = key
+            if parent and parent != digest:
+                entry.parent = before = ChunkKey(namespace, shard, parent)
                 continuations[before] = continuations.get(before, 0) + 1
         leaves = [entry for key, entry in entries.items() if key not in continuations]
         for entry in leaves:
