@@ -33,9 +33,9 @@ _BYTES: Final = 64
 
 
 def sample(key: ChunkKey, nbytes: int) -> PutItem:
-    """A frame to try a tier with: one page of bfloat16 from 0.5 to 2, in a layout that every codec takes."""
+    """A frame to try a tier with: one page of bfloat16 from 0.5 to 2, which every codec takes; `nbytes` in 32s."""
     noise = hashlib.shake_128(key.digest).digest(nbytes // 2)
-    layout = PageLayout("sample", "bfloat16", 1, (PageRun(0, 0, nbytes, nbytes),))
+    layout = PageLayout("sample", "bfloat16", 16, (PageRun(0, 0, nbytes, nbytes),))
     obj = _memory(frame_bytes(nbytes, 0))
     obj.view[0:nbytes:2] = memoryview(noise)
     obj.view[1:nbytes:2] = memoryview(b"\x3f" * (nbytes // 2))
