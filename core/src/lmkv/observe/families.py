@@ -80,6 +80,12 @@ FAMILIES: Final = (
         ("tier",),
     ),
     Family("lmkv_corrupt_frames_total", "counter", "Frames that did not verify and were set aside.", ("tier",)),
+    Family(
+        "lmkv_loads_cancelled_total",
+        "counter",
+        "Frames whose load had not begun when the last request let go of them.",
+        ("tier",),
+    ),
     Family("lmkv_leases_expired_total", "counter", "Leases that ended because nobody released them in time."),
     Family(
         "lmkv_tier_load_latency_seconds", "gauge", "Seconds of a load of no bytes, as measured; 0: unknown.", ("tier",)

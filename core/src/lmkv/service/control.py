@@ -10,7 +10,7 @@ from lmkv.errors import ConfigError
 from lmkv.service import protocol as p
 from lmkv.service.protocol import split_digests
 from lmkv.storage.driver import DEMOTE, QUEUED
-from lmkv.storage.loads import Wanted
+from lmkv.storage.load_queue import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -63,7 +63,7 @@ class Control:
 
     def _prefetch(self, message: p.Prefetch) -> p.Ok:
         entries = list(self._entries(message.namespace, message.digests))
-        self._stack.loads.start((Wanted(e, n) for e in entries for n in e.shards), priority=QUEUED)
+        self._stack.loads.start((Wanted(e, n) for e in entries for n in e.shards), priority=QUEUED, keep=True)
         return p.Ok(len(entries))
 
     async def _move(self, message: p.Move) -> p.Ok:

@@ -3,21 +3,27 @@
 A load tries the tiers that have the frame from the fastest down; what one of them cannot give is asked of the next,
 and a damaged or vanished frame is taken out of the books on the way. What arrives is verified (in the driver's
 thread) before anybody is told.
+
+A tier is asked for as many batches at once as it has threads; the others wait in order (`lmkv.storage.load_queue`). A
+load that nobody wants any more is given up if it waits still; one that has begun ends in the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, NamedTuple
+import time
+from typing import TYPE_CHECKING, Final
 
 from lmkv.storage.coding import IDENTITY, stored_bound
+from lmkv.storage.driver import QUEUED
+from lmkv.storage.load_queue import Batch, LoadQueue, Wanted
 from lmkv.types import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from lmkv.memory import MemoryObject
-    from lmkv.storage.index import Entry
+    from lmkv.storage.index import Entry, Shard
     from lmkv.storage.stack import Stack
     from lmkv.storage.tier import GetResult, Tier
 
@@ -26,44 +32,44 @@ BATCH_BYTES: Final = 16 << 20
 BATCH_FRAMES: Final = 32
 
 
-class Wanted(NamedTuple):
-    """One frame to be loaded."""
-
-    entry: Entry
-    shard: int
-
-
 class Loads:
     """Starts loads and lets others wait for them. Lives on the storage loop."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._tasks: set[asyncio.Task[None]] = set()
+        self._queues = {tier.number: LoadQueue(tier.settings.threads) for tier in stack.tiers if not tier.resident}
+        self._batches: dict[Shard, Batch] = {}
 
-    def start(self, wanted: Iterable[Wanted], *, priority: int) -> None:
+    def start(self, wanted: Iterable[Wanted], *, priority: int, keep: bool = False) -> None:
         """Begin to load what is neither in the pool nor on its way; in the order given, in batches per tier.
 
-        The caller keeps the entries held until the loads have ended, or accepts that what arrives may not be kept.
+        What is on its way already gets the higher of both priorities. The caller keeps the entries held until the loads
+        have ended; with `keep` they need not be held, and are loaded all the same, but may be gone soon.
         """
-        batches: dict[int, list[Wanted]] = {}
-        sizes: dict[int, int] = {}
+        batches: dict[int, Batch] = {}
         for want in wanted:
-            part = want.entry.shards.get(want.shard)
-            if part is None or part.loading is not None or self._resident(want):
+            part = want.part
+            if part is None or self._resident(part):
                 continue
-            tier = self._source(want, tried=0)
+            if part.loading is not None:
+                self._join(part, priority, keep=keep)
+                continue
             part.loading = asyncio.get_running_loop().create_future()
+            tier = self.source(part)
             if tier is None:
                 self._end(want, MissReason.EVICTED)
                 continue
-            batch = batches.setdefault(tier.number, [])
-            sizes[tier.number] = sizes.get(tier.number, 0) + part.nbytes
-            batch.append(want)
-            if sizes[tier.number] >= BATCH_BYTES or len(batch) >= BATCH_FRAMES:
-                self._spawn(tier, batches.pop(tier.number), priority)
-                sizes[tier.number] = 0
-        for number, batch in batches.items():
-            self._spawn(self._stack.tiers[number], batch, priority)
+            batch = batches.get(tier.number)
+            if batch is None:
+                batch = batches[tier.number] = Batch(tier, priority, keep=keep)
+            batch.wants.append(want)
+            batch.nbytes += self.stored_bytes(tier, part)
+            self._batches[part] = batch
+            if full(batch.nbytes, len(batch.wants)):
+                self._push(batches.pop(tier.number))
+        for batch in batches.values():
+            self._push(batch)
 
     def bring(self, entries: Iterable[Entry | None], shard: int | None, *, priority: int) -> None:
         """Start the loads of what the pool has not, in order: of one shard, or (None) of all."""
@@ -80,12 +86,29 @@ class Loads:
             self.start(wanted, priority=priority)
 
     async def load_one(self, entry: Entry, shard: int, *, priority: int) -> MissReason | None:
-        """Have one frame in the pool; None when it is there, else why not."""
+        """Have one frame in the pool; None when it is there, else why not. The caller holds the entry."""
         self.start([Wanted(entry, shard)], priority=priority)
         part = entry.shards.get(shard)
         if part is None:
             return MissReason.EVICTED
         return None if part.loading is None else await asyncio.shield(part.loading)
+
+    def unwanted(self, entry: Entry) -> None:
+        """Nobody holds `entry` any more: what of it waits to be loaded is given up."""
+        for number, part in list(entry.shards.items()):
+            batch = self._batches.get(part)
+            if batch is None or batch.running or batch.keep:
+                continue
+            batch.wants = [want for want in batch.wants if want.part is not part]
+            batch.nbytes -= self.stored_bytes(batch.tier, part)
+            if not batch.wants:
+                self._queues[batch.tier.number].forget(batch)
+            self._stack.metrics.inc("lmkv_loads_cancelled_total", tier=batch.tier.name)
+            self._end(Wanted(entry, number), MissReason.EXPIRED)
+
+    def backlog(self, tier: Tier) -> tuple[int, int]:
+        """Calls and bytes of `tier` that come before a load that is started now."""
+        return self._queues[tier.number].backlog()
 
     async def finished(self) -> None:
         """Wait until no load is under way (for tests and for close)."""
@@ -94,76 +117,143 @@ class Loads:
 
     def cancel(self) -> None:
         """Stop waiting for anything; used when the stack closes."""
+        for queue in self._queues.values():
+            for batch in queue.waiting():
+                queue.forget(batch)
+                for want in batch.wants:
+                    self._end(want, MissReason.FAILED)
         for task in self._tasks:
             task.cancel()
 
-    def _spawn(self, tier: Tier, batch: Sequence[Wanted], priority: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._load(tier, batch, priority))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def source(self, part: Shard, tried: int = 0) -> Tier | None:
+        """The fastest tier that has the frame and was not asked yet (bits of `tried`); one that is off comes last."""
+        places = part.tiers & ~tried
+        there = [tier for tier in self._stack.tiers if places & tier.bit]
+        return next((tier for tier in there if tier.readable), there[0] if there else None)
 
-    def _resident(self, want: Wanted) -> bool:
-        part = want.entry.shards[want.shard]
+    @staticmethod
+    def stored_bytes(tier: Tier, part: Shard) -> int:
+        """Bytes of a frame in `tier`; of one in a shared store only the most is known that it can have."""
+        return tier.index.get(part.key) or stored_bound(part.nbytes)
+
+    def _join(self, part: Shard, priority: int, *, keep: bool) -> None:
+        """Somebody else wants a frame that is on its way."""
+        batch = self._batches.get(part)
+        if batch is not None:
+            batch.keep |= keep
+            self._queues[batch.tier.number].urge(batch, priority)
+            self._pump(batch.tier)
+
+    def _push(self, batch: Batch) -> None:
+        self._queues[batch.tier.number].push(batch)
+        self._pump(batch.tier)
+
+    def _pump(self, tier: Tier) -> None:
+        """Let the tier have what it can take now."""
+        while (batch := self._queues[tier.number].next()) is not None:
+            task = asyncio.get_running_loop().create_task(self._load(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _resident(self, part: Shard) -> bool:
         ram = self._stack.ram
         return part.staged is not None or (ram is not None and bool(part.tiers & ram.bit))
 
-    def _source(self, want: Wanted, tried: int) -> Tier | None:
-        """The fastest tier that has the frame and was not asked yet (bits of `tried`)."""
-        part = want.entry.shards.get(want.shard)
-        places = 0 if part is None else part.tiers & ~tried
-        return next((t for t in self._stack.tiers if places & t.bit), None)
-
-    async def _load(self, tier: Tier, batch: Sequence[Wanted], priority: int, tried: int = 0) -> None:
-        """Load from `tier`; what it could not give from the next tier that has it, and so on."""
-        tried |= tier.bit
+    async def _load(self, batch: Batch) -> None:
+        """Load a batch from its tier; what that could not give waits for the next tier that has it."""
+        tier, begun = batch.tier, time.monotonic()
         try:
-            following: dict[int, list[Wanted]] = {}
-            for want, reason in await self._load_from(tier, batch, priority):
-                source = self._source(want, tried)
-                if source is None:
-                    self._end(want, reason)
-                else:
-                    following.setdefault(source.number, []).append(want)
-            for number, left in following.items():
-                await self._load(self._stack.tiers[number], left, priority, tried)
+            missing = await self._load_from(batch)
+            self._pass_on(batch, missing)
+            late = {reason for _, reason in missing} & {MissReason.DEADLINE, MissReason.NO_ROOM}
+            if late:  # what has waited as long need not wait once more
+                for other in self._queues[tier.number].waiting():
+                    if other.since <= begun:
+                        self._give_up(other, min(late, key=str))
         finally:
-            for want in batch:
-                self._end(want, MissReason.FAILED)  # only what an unexpected end has left open
+            for want in batch.wants:
+                if want.part is not None and self._batches.get(want.part) is batch:
+                    self._end(want, MissReason.FAILED)  # only what an unexpected end has left open
+            self._queues[tier.number].ended(batch)
+            self._pump(tier)
 
-    async def _load_from(self, tier: Tier, batch: Sequence[Wanted], priority: int) -> list[tuple[Wanted, MissReason]]:
+    def _pass_on(self, batch: Batch, missing: Iterable[tuple[Wanted, MissReason]]) -> None:
+        """What a tier could not give is asked of the next that has it; what none has left ends."""
+        tried = batch.tried | batch.tier.bit
+        following: dict[int, Batch] = {}
+        for want, reason in missing:
+            part = want.part
+            source = None if part is None else self.source(part, tried)
+            if part is None or source is None:
+                self._end(want, reason)
+                continue
+            after = following.get(source.number)
+            if after is None:
+                after = following[source.number] = Batch(source, batch.priority, tried=tried, keep=batch.keep)
+            after.wants.append(want)
+            after.nbytes += self.stored_bytes(source, part)
+            self._batches[part] = after
+        for after in following.values():
+            self._push(after)
+
+    def _give_up(self, batch: Batch, reason: MissReason) -> None:
+        """A batch waits no longer for its tier."""
+        self._queues[batch.tier.number].forget(batch)
+        self._pass_on(batch, [(want, reason) for want in batch.wants])
+
+    async def _load_from(self, batch: Batch) -> list[tuple[Wanted, MissReason]]:
         """One call of one tier. Ends what arrived; returns the rest, each with its reason."""
+        tier, priority = batch.tier, min(batch.priority, QUEUED)
         deadline = asyncio.get_running_loop().time() + tier.settings.deadline
         missing: list[tuple[Wanted, MissReason]] = []
         ready: list[tuple[Wanted, MemoryObject]] = []
         try:
-            for want in batch:
-                obj = await self._stack.staging(self._stored_bytes(tier, want), deadline)
-                if obj is None:
-                    missing.append((want, MissReason.NO_ROOM))
-                else:
-                    ready.append((want, obj))
-            if ready:
-                keys = [want.entry.key(want.shard) for want, _ in ready]
-                results = await tier.get(keys, [obj for _, obj in ready], priority=priority)
-                for (want, obj), result in zip(list(ready), results, strict=True):
-                    try:
-                        reason = await self._take(tier, want, obj, result, priority, deadline)
-                    finally:
-                        del ready[0]
-                        obj.release("load")
-                        self._stack.roomier()  # decoding the next one needs memory beside what was loaded
-                    if reason is not None:
-                        missing.append((want, reason))
+            await self._make_room(batch, ready, deadline)
+            if not ready:
+                return [(want, MissReason.NO_ROOM) for want in batch.wants]
+            keys = [want.entry.key(want.shard) for want, _ in ready]
+            results = await tier.get(keys, [obj for _, obj in ready], priority=priority)
+            for (want, obj), result in zip(list(ready), results, strict=True):
+                try:
+                    reason = await self._take(tier, want, obj, result, priority, deadline)
+                finally:
+                    del ready[0]
+                    obj.release("load")
+                    self._stack.roomier()  # decoding the next one needs memory beside what was loaded
+                if reason is not None:
+                    missing.append((want, reason))
         finally:
             for _, obj in ready:
                 obj.release("load")
             self._stack.roomier()
         return missing
 
-    def _stored_bytes(self, tier: Tier, want: Wanted) -> int:
-        """Of a frame in a shared store only the most is known that it can have."""
-        stored = tier.index.get(want.entry.key(want.shard))
-        return stored or stored_bound(want.entry.shards[want.shard].nbytes)
+    async def _make_room(self, batch: Batch, ready: list[tuple[Wanted, MemoryObject]], deadline: float) -> None:
+        """Memory for a batch. Waits for that of the first frame only; frames that find none now wait in its place.
+
+        So nobody holds memory while waiting for more, and two batches can't keep each other waiting.
+        """
+        for i, want in enumerate(batch.wants):
+            part = want.part
+            nbytes = 0 if part is None else self.stored_bytes(batch.tier, part)
+            if part is None:
+                continue
+            if ready:
+                obj = self._stack.allocate(nbytes, "load", staging=True)
+            else:
+                obj = await self._stack.staging(nbytes, deadline)
+            if obj is None:
+                if ready:
+                    left = batch.wants[i:]
+                    del batch.wants[i:]
+                    rest = batch.rest(left, sum(self.stored_bytes(batch.tier, w.part) for w in left if w.part))
+                    for other in left:
+                        if other.part is not None:
+                            self._batches[other.part] = rest
+                    batch.nbytes -= rest.nbytes
+                    self._queues[batch.tier.number].push(rest)
+                return
+            ready.append((want, obj))
 
     async def _take(  # noqa: PLR0917  all that is known of one arrived frame
         self, tier: Tier, want: Wanted, obj: MemoryObject, result: GetResult, priority: int, deadline: float
@@ -222,9 +312,15 @@ class Loads:
         part = want.entry.shards.get(want.shard)
         if part is None or part.loading is None:
             return
+        self._batches.pop(part, None)
         loading, part.loading = part.loading, None
         if not loading.done():
             loading.set_result(reason)
         if reason is not None:
             self._stack.forget_if_gone(want.entry, want.shard, reason)
         self._stack.settle(want.entry)
+
+
+def full(nbytes: int, frames: int) -> bool:
+    """Whether a batch takes no more."""
+    return nbytes >= BATCH_BYTES or frames >= BATCH_FRAMES

@@ -217,6 +217,7 @@ class Stack:
         """Nobody may need the staged frames of `entry` any more: let go of those."""
         if entry.holds:
             return
+        self.loads.unwanted(entry)
         for number, part in list(entry.shards.items()):
             if part.staged is not None and not part.writes and not part.filling:
                 part.staged.release("staged")
