@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 
 from lmkv import frame
 from lmkv.errors import FrameError
-from lmkv.frame import Trailer, frame_bytes, parse_trailer, seal, verify
-from lmkv.types import ALIGNMENT, ChunkKey
+from lmkv.frame import Trailer, frame_bytes, link, parse_trailer, seal, trailer_bytes, verify
+from lmkv.types import ALIGNMENT, ChunkKey, StoredFrame
 
 DOC = Path(__file__).parents[2] / "docs" / "reference" / "frame-format.md"
 PREFIXES = tuple(bytes([n]) * 32 for n in range(15))
@@ -53,6 +54,36 @@ def test_what_was_sealed_comes_back(trailer: Trailer) -> None:
     assert verify(memoryview(memory), trailer.key) == trailer
     assert parse_trailer(memory[-ALIGNMENT:]) == trailer
     assert parse_trailer(memoryview(memory)) == trailer
+    length = trailer_bytes(memory)
+    assert parse_trailer(memory[-length:]) == trailer
+    found = StoredFrame(trailer.key, len(memory), bytes(memory[-length:]), 0.0)
+    whole = frame_bytes(trailer.raw_bytes, len(trailer.prefixes))
+    assert link(found) == (trailer.parent, trailer.pages, b"".join(trailer.prefixes), whole)
+    with pytest.raises(FrameError):
+        parse_trailer(memory[1 - length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": TRAILER.key._replace(namespace=b"m" * 16)},
+        {"key": TRAILER.key._replace(shard=2)},
+        {"key": TRAILER.key._replace(digest=b"e" * 32)},
+        {"nbytes": 12288 + ALIGNMENT},
+        {"trailer": b""},
+    ],
+)
+def test_a_frame_that_a_scan_found_under_another_name_is_refused(change: dict[str, Any]) -> None:
+    memory = sealed()
+    found = StoredFrame(TRAILER.key, len(memory), bytes(memory[-ALIGNMENT:]), 0.0)
+    assert len(memory) == 12288
+    link(found)
+    with pytest.raises(FrameError):
+        link(found._replace(**change))
+
+
+def test_what_is_no_frame_has_no_trailer() -> None:
+    assert trailer_bytes(b"") == trailer_bytes(bytes(4096)) == trailer_bytes(os.urandom(47)) == 0
 
 
 def test_payload_stays_and_padding_is_cleared() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lmkv import builtin
 from lmkv.policy.leaf_first import LeafFirstLRU
 from lmkv.policy.lru import LRU
+from lmkv.specs import BulkPolicy
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class Model:
 
 
 # A forest: the parent of entry n is entry n // 2 (none for 0 and 1), so that branches and long chains both come up.
+def parent_of(each: ChunkKey) -> bytes | None:
+    number = int.from_bytes(each.digest, "big")
+    return (number // 2).to_bytes(32, "big") if number > 1 else None
+
+
 numbers = st.integers(1, 24)
 keys = st.builds(key, numbers, st.integers(0, 1), st.integers(0, 1))
 steps = st.lists(
@@ -85,10 +91,19 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize(("policy", "leaf_first"), [(LRU, False), (LeafFirstLRU, True)])
-@given(steps=steps)
+@given(found=st.lists(st.lists(keys, unique=True), max_size=2), steps=steps)
 @settings(max_examples=150, deadline=None)
-def test_same_victims_as_the_plain_model(policy: type, leaf_first: bool, steps: list[tuple]) -> None:
+def test_same_victims_as_the_plain_model(
+    policy: type, leaf_first: bool, found: list[list[ChunkKey]], steps: list[tuple]
+) -> None:
+    """At a start, many at once; then one after the other."""
     real, model = policy(), Model(leaf_first=leaf_first)
+    assert isinstance(real, BulkPolicy)
+    for some in found:
+        parents = {each: parent_of(each) for each in some}
+        real.add_all(parents)
+        for each, parent in parents.items():
+            model.add(each, parent)
 
     def size(each: ChunkKey) -> int:
         return each.digest[-1] % 3 + 1
@@ -102,10 +117,8 @@ def test_same_victims_as_the_plain_model(policy: type, leaf_first: bool, steps: 
                 real.remove(each)
                 model.remove(each)
         elif step[0] == "add":
-            number = int.from_bytes(step[1].digest, "big")
-            parent = (number // 2).to_bytes(32, "big") if number > 1 else None
-            real.add(step[1], parent)
-            model.add(step[1], parent)
+            real.add(step[1], parent_of(step[1]))
+            model.add(step[1], parent_of(step[1]))
         else:
             getattr(real, step[0])(step[1])
             getattr(model, step[0])(step[1])
