@@ -27,6 +27,10 @@ BENCHES = {
     "copies": "memory:copies",
     "own-time": "memory:own_time",
     "disk": "disk:disk",
+    "codecs": "codecs:codecs",
+    "redis": "redis:redis",
+    "redis-lookup": "redis:lookup",
+    "s3": "s3:s3",
     "vllm-misses": "vllm:misses",
     "vllm-first-token": "vllm:first_token",
 }

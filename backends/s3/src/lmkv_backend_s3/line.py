@@ -22,6 +22,10 @@ LARGEST_ANSWER: Final = 64 << 20
 """Bytes of an answer that is no frame: listings have some hundred KiB."""
 _PIECE: Final = 65536
 _BLOCK: Final = 1 << 20
+_BUFFERED: Final = max(io.DEFAULT_BUFFER_SIZE, 1 << 17)
+"""No less than the buffer of a file that `socket.makefile` makes."""
+STALE: Final = 0.8
+"""Part of a socket's time-out that has to be left for it to serve on."""
 
 
 class Payload:
@@ -58,12 +62,17 @@ class Reply(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self._sock = sock
+        self._direct = False
 
     def receive(self, view: memoryview, until: float) -> int:
         """Fill `view`, or less of it where the body ends; the bytes. Raises TimeoutError, or what the socket raises."""
         done = 0
+        limit = 0.0
         while done < len(view) and not self.isclosed():
-            self._sock.settimeout(remaining(until))
+            left = remaining(until)
+            if not STALE * limit <= left <= limit:  # a system call each time, where most reads are as small as one
+                self._sock.settimeout(left)
+                limit = left
             count = self._receive_some(view[done:])
             if not count:
                 break
@@ -84,11 +93,16 @@ class Reply(http.client.HTTPResponse):
 
     def _receive_some(self, view: memoryview) -> int:
         """One read of the socket, where Python lets us at it, so that a trickle cannot hold us; 0 at the end."""
-        readinto1 = getattr(self.fp, "readinto1", None)
-        if self.chunked or self.length is None or readinto1 is None:
+        if self.chunked or self.length is None or not hasattr(self.fp, "readinto1"):
             return self.readinto(view[:_PIECE])
         view = view[: self.length]
-        count: int = readinto1(view) if view else 0
+        if self._direct:
+            count = self._sock.recv_into(view) if view else 0
+        else:
+            count = self.fp.readinto1(view) if view else 0
+            # What came with the head has gone, and this file reads no more than it is asked for into memory of its own
+            # as long as it is asked for more than that holds: the rest can come straight from the socket.
+            self._direct = len(view) > _BUFFERED
         if not count and self.length:
             raise http.client.IncompleteRead(b"", self.length)
         self.length -= count
@@ -121,6 +135,7 @@ class Line:
         self._http.response_class = Reply
         self._http.connect()
         self._sock = self._http.sock
+        self._reply: Reply | None = None
 
     def ask(self, request: AWSPreparedRequest, until: float) -> Reply:
         """Send, and read the head of the answer."""
@@ -156,13 +171,16 @@ class Line:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. An answer whose end is that of the connection holds the socket open until it is closed itself."""
         self._http.close()
+        if self._reply is not None:
+            self._reply.close()
 
     def _head(self, until: float) -> Reply:
         self._sock.settimeout(remaining(until))
         reply = self._http.getresponse()
         assert isinstance(reply, Reply)
+        self._reply = reply
         return reply
 
 
