@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fake_engine import CHUNK, FRAME, PLUGINS, Node, Request, prompts
+from proxy_rig import FaultProxy
+from redis_rig import RedisServer
+from s3_rig import JuiceGateway, client, make_bucket
 
 from lmkv.config import load_config
 from lmkv.errors import BackendError
@@ -27,6 +30,8 @@ from lmkv.testing import FaultyBackend, corrupts, fails, hangs, misses, raises, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Self
+
+    from server_rig import Server
 
     from lmkv.config import Config
     from lmkv.testing import Fault
@@ -70,6 +75,9 @@ class Store:
     def heal(self) -> None:
         """Make it well again."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """The test is over; it has been healed."""
 
 
 class DiskStore(Store):
@@ -132,6 +140,89 @@ class DiskStore(Store):
         self._go.set()
         if self._away.exists():
             shutil.move(self._away, self.folder)
+
+
+class RemoteStore(Store):
+    """A real server behind a proxy that goes wrong."""
+
+    hangs = dict.fromkeys(("silent", "late", "trickles", "stopped"))  # type: ignore[assignment]  the names, as above
+    fails = dict.fromkeys(("reset", "garbage", "refused", "cut", "killed"))  # type: ignore[assignment]
+    lies = dict.fromkeys(("emptied",))  # type: ignore[assignment]
+    slows = dict.fromkeys(("slow",))  # type: ignore[assignment]
+
+    def __init__(self, server: Server) -> None:
+        self.server = server.start()
+        self.proxy = FaultProxy(server.port).__enter__()
+        self.hangs = {
+            "silent": self.proxy.silence,
+            "late": lambda: self.proxy.delay(1.5 * DEADLINE),
+            "trickles": lambda: self.proxy.throttle(50),
+            "stopped": self.server.stop_answering,
+        }
+        self.fails = {
+            "reset": self.proxy.reset,
+            "garbage": self.proxy.garbage,
+            "refused": self.proxy.refuse,
+            "cut": lambda: self.proxy.cut_after(40),
+            "killed": self.server.kill,
+        }
+        self.lies = {"emptied": self.empty}
+        self.slows = {"slow": lambda: self.proxy.delay(0.02)}
+
+    def empty(self) -> None:
+        """Another tool deletes everything."""
+        raise NotImplementedError
+
+    def heal(self) -> None:
+        if self.server.running:
+            self.server.go_on()
+        self.server.start()
+        self.proxy.heal()
+
+    def close(self) -> None:
+        self.proxy.__exit__()
+        self.server.__exit__()
+
+
+class RedisStore(RemoteStore):
+    """A real Redis."""
+
+    server: RedisServer
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(RedisServer(folder))
+
+    def tier(self) -> dict[str, Any]:
+        return {"backend": "redis", "options": {"url": f"redis://{self.proxy.address}/0"}}
+
+    def empty(self) -> None:
+        self.server.cli("FLUSHALL")
+
+
+class S3Store(RemoteStore):
+    """A real S3 server."""
+
+    server: JuiceGateway
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(JuiceGateway(folder))
+        self.bucket = make_bucket(self.server)
+
+    def tier(self) -> dict[str, Any]:
+        options = {
+            "bucket": self.bucket,
+            "endpoint": f"http://{self.proxy.address}",
+            "addressing": "path",
+            "access_key": self.server.access_key,
+            "secret_key": self.server.secret_key,
+        }
+        return {"backend": "s3", "options": options}
+
+    def empty(self) -> None:
+        with contextlib.closing(client(self.server)) as s3:
+            for page in s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket):
+                for found in page.get("Contents", ()):
+                    s3.delete_object(Bucket=self.bucket, Key=found["Key"])
 
 
 def start(store: Store, *, ram: int | None = 8 * FRAME, **tier: Any) -> Node:

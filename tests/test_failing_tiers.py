@@ -5,16 +5,18 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_engine import CHUNK
+from fake_engine import CHUNK, FRAME
 from fault_rig import (
     BYTES,
     CALLS,
     DEADLINE,
     PROBE,
     DiskStore,
+    RedisStore,
+    S3Store,
     Traffic,
     descriptors,
     fill,
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from fault_rig import Lines, Store, Visit
 
-STORES: dict[str, type[Store]] = {"disk": DiskStore}
+STORES: dict[str, Any] = {"disk": DiskStore, "redis": RedisStore, "s3": S3Store}
 SLACK = 2.0
 """Two busy cores are in no hurry."""
 
@@ -46,6 +48,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         yield made
     finally:
         made.heal()
+        made.close()
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def test_down_and_up_again(store: Store, fault: str, log: Lines) -> None:
             assert max(visit.waited for visit in traffic.since(begin)) < 2 * DEADLINE + SLACK
             assert max(calls for calls, _ in traffic.queues) <= CALLS
             assert max(nbytes for _, nbytes in traffic.queues) <= BYTES
-            assert threading.active_count() <= threads + 16
+            assert threading.active_count() <= threads + 48
             assert descriptors() <= files + 64
             assert len(log.lines) <= 6, log.lines
 
@@ -156,6 +159,48 @@ def test_a42_close_in_every_state(store: Store, fault: str) -> None:
         assert time.monotonic() - begin < 2.0 + SLACK
         node.host.close(2.0)
         assert time.monotonic() - begin < 2.0 + SLACK
+    finally:
+        store.heal()
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("store", "fault"), [("disk", "hangs"), ("redis", "silent"), ("s3", "silent")], indirect=["store"]
+)
+def test_queues_are_bounded(store: Store, fault: str) -> None:
+    """Stores that the tier cannot take are dropped and counted; those above it go on as if it were not there."""
+    tier = {
+        "queue": {"calls": 20, "bytes": 12 * FRAME},
+        "deadline": "20s",
+        "breaker": {"failures": 1000, "probe": "1s"},
+    }
+    node = start(store, ram=64 * FRAME, **tier)
+    try:
+        engine = node.engine()
+        far = node.manager.tier("far")
+        free = node.counter("lmkv_pool_free_bytes")
+        store.begin(fault)
+        took: list[float] = []
+        for prompt in prompts(300):
+            begin = time.monotonic()
+            assert engine.store(prompt) == CHUNK
+            took.append(time.monotonic() - begin)
+            calls, nbytes = far.queue()
+            assert calls <= 20
+            assert nbytes <= 12 * FRAME
+            assert engine.load(prompt) == CHUNK, "from RAM"
+        assert statistics.median(took) < 0.1
+        names = ("lmkv_tier_dropped_writes_total", "lmkv_tier_rejected_total")
+        dropped = sum(node.counter(name, tier="far") + node.counter(name, tier="far", op="put") for name in names)
+        assert dropped >= 200
+        store.heal()
+        node.settle(30)
+        engine.cache.clear()
+        node.settle(30)
+        until = time.monotonic() + SLACK
+        while node.on_loop(node.manager.gauge) or node.counter("lmkv_pool_free_bytes") < free:
+            assert time.monotonic() < until, "all memory is free again"
+            time.sleep(0.02)
     finally:
         store.heal()
         node.close()
