@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 import struct
 import threading
 import time
 import zlib
 from pathlib import Path
+from types import ModuleType
 
 import codec_rig
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from lmkv import builtin
 from lmkv.codec.chain import chained
 from lmkv.errors import FrameError, PluginError
+from lmkv.plugins import PluginHost
 from lmkv.specs import GROWTH, Codec, Payload
 
 CODECS = {name: codec(name) for name in LOSSLESS}
@@ -215,3 +218,14 @@ def test_a_strangers_codec_chains_with_ours() -> None:
     chain = chained([_Stranger(), codec("zstd"), codec("aes-gcm")])
     assert decode(chain, encode(chain, b"abc" * 100), 300) == b"abc" * 100
     assert chain.name == "stranger+zstd+aes-gcm"
+
+
+def test_the_example_of_the_documentation_works() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/codecs.md").read_text(encoding="utf-8")
+    [source] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    module = ModuleType("xor_plugin")
+    exec(source, vars(module))
+    made = PluginHost.discover(extra=[module]).load_codec("xor")
+    assert decode(made, encode(made, b"abc"), 3) == b"abc"
+    for spec in builtin.lmkv_codecs():
+        assert f"| `{spec.name}` |" in page

@@ -290,7 +290,12 @@ class CacheEngine:
         return self._ask(request, Ok, MOVE_SECONDS).count
 
     def compress(self, tokens: Tokens, tier: str, codec: str, extras: Extras = NO_EXTRAS) -> int:
-        """Store the chunks of a tier anew with `codec`; how many."""
+        """Store the chunks of a tier anew with `codec`; how many. A chain is named as in frames: ``zstd+aes-gcm``.
+
+        Raises:
+            PluginError: there is no such codec.
+            ConfigError: it needs options that no tier has, or the tier encrypts and `codec` does not.
+        """
         return self._ask(Recode(self.namespace.id, self._named(tokens, extras), tier, codec), Ok, MOVE_SECONDS).count
 
     def decompress(self, tokens: Tokens, tier: str, extras: Extras = NO_EXTRAS) -> int:
