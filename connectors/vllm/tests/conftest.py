@@ -8,7 +8,7 @@ from counted import Counted
 from fake_vllm import FakeVLLM, stack
 
 from lmkv.service import LocalClient, ThreadHost
-from lmkv.service.protocol import GetHealth, HealthReport
+from lmkv.service.protocol import Clear, Cleared, GetHealth, HealthReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +40,21 @@ class Rig:
 
     def counted(self) -> Counted:
         return Counted(self.health().counters)
+
+    def clear(self, tier: str) -> int:
+        """How many frames were taken out of the last service's tier."""
+        client = LocalClient(self.hosts[-1], "test")
+        report = client.call(Clear(None, tier)).result(5)
+        client.close()
+        assert isinstance(report, Cleared)
+        return report.counts[tier]
+
+    def quiet(self, host: ThreadHost, seconds: float = 10.0) -> None:
+        """Wait until no tier has anything to do."""
+        until = time.monotonic() + seconds
+        while any(tier.busy for tier in host.storage.manager.stack.tiers):
+            assert time.monotonic() < until, "a tier is still busy"
+            time.sleep(0.005)
 
     def nothing_held(self, seconds: float = 3.0) -> None:
         """No lease, hold or reservation is left anywhere."""

@@ -36,7 +36,7 @@ from lmkv_vllm.settings import Settings
 from lmkv_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 PAGE = 2
 CHUNK = 4
@@ -170,6 +170,9 @@ class FakeLink:
     def when_ready(self, callback: Any) -> None:
         callback()
 
+    def close(self) -> None:
+        self.client.close()
+
 
 def stack(**more: Any) -> Any:
     """A small stack: RAM only, chunks of 4 tokens."""
@@ -187,8 +190,9 @@ class FakeVLLM:
 
     def __init__(
         self,
-        host: ThreadHost,
+        host: ThreadHost | None,
         *,
+        links: Sequence[Any] = (),
         blocks: int = 64,
         ranks: int = 1,
         budget: int = 16,
@@ -217,11 +221,15 @@ class FakeVLLM:
         page_bytes = PAGE * SLOT
         runs = tuple(PageRun(0, layer * page_bytes, LAYERS * page_bytes, page_bytes) for layer in range(LAYERS))
         layout = PageLayout("fake", "u8", PAGE, runs)
-        names = ["scheduler", *map(str, range(ranks))]
-        self.clients = [LocalClient(host, f"fake-{name}", Who("fake", name, instance)) for name in names]
+        self.links = list(links)
+        """Of the scheduler and of each rank."""
+        if host is not None:
+            names = ["scheduler", *map(str, range(ranks))]
+            clients = [LocalClient(host, f"fake-{name}", Who("fake", name, instance)) for name in names]
+            self.links = [FakeLink(client) for client in clients]
         self.scheduler = SchedulerSide(
             self.settings,
-            FakeLink(self.clients[0]),  # type: ignore[arg-type]
+            self.links[0],
             Geometry(PAGE, blocks, volatile_tail=False),
             ("fake", "r1", {}),
             workers=ranks,
@@ -231,7 +239,7 @@ class FakeVLLM:
         self.workers = [
             WorkerSide(
                 self.settings,
-                FakeLink(self.clients[rank + 1]),  # type: ignore[arg-type]
+                self.links[rank + 1],
                 CPUConnector(layout, [self.kv[rank]]),
                 rank,
             )
@@ -290,8 +298,8 @@ class FakeVLLM:
         self.scheduler.shutdown()
         for worker in self.workers:
             worker.shutdown()
-        for client in self.clients:
-            client.close()
+        for link in self.links:
+            link.close()
 
     # --- one step, as EngineCore.step does it ---
 

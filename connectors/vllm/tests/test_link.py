@@ -8,20 +8,23 @@ import signal
 import socket
 import struct
 import tempfile
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_vllm import stack
+from fake_vllm import CHUNK, FakeVLLM, stack
 
 from lmkv.errors import ConfigError
+from lmkv.service.protocol import GetHealth, HealthReport
 from lmkv_vllm.link import Link, stack_config
 from lmkv_vllm.settings import Settings
 from lmkv_vllm.start import start_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from lmkv.service import SocketClient
 
@@ -45,7 +48,7 @@ def settings(place: Path, **more: Any) -> Settings:
         "service": {"socket": str(place / "s.sock")},
         **more,
     }
-    return Settings(config=config)
+    return Settings(config=config, lookup_deadline=10.0)
 
 
 def service_pid(client: Any) -> int:
@@ -129,3 +132,103 @@ def test_error_of_a_callback_is_the_links_fault(place: Path) -> None:
             link.wait(60)
     finally:
         link.close()
+
+
+def test_ready_only_when_every_callback_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes just as the service is reached finds another thread calling: it does not say that all is done.
+
+    An engine that was told so would begin without its cache, and miss all that it asks for until the end of the start.
+    """
+    reach, go, called = threading.Event(), threading.Event(), threading.Event()
+
+    def connect(link: Link) -> Any:
+        del link
+        reach.wait(20)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(Link, "_connect", connect)
+    link = Link(Settings(), None, "link", copies=False)
+    order: list[str] = []
+
+    def slow() -> None:
+        called.set()
+        go.wait(20)
+        order.append("slow")
+
+    try:
+        link.when_ready(slow)
+        reach.set()
+        assert called.wait(20)
+        link.when_ready(lambda: order.append("quick"))
+        assert link.wait(0.3) is False
+        go.set()
+        assert link.wait(20) is True
+        assert order == ["slow", "quick"]
+    finally:
+        go.set()
+        link.close()
+
+
+@pytest.mark.slow
+def test_restarts_in_a_row(place: Path) -> None:
+    """Engine and service stop and start, or the service is killed, in any order: what was stored is always found."""
+    given = settings(
+        place,
+        chunk_tokens=CHUNK,
+        pool={"size": "8MiB", "prefault": False, "hugepages": "off"},
+        tiers=[
+            {"name": "ram", "backend": "cpu", "capacity": "4MiB"},
+            {"name": "disk", "backend": "disk", "capacity": "16MiB", "options": {"path": str(place / "disk")}},
+        ],
+    )
+    prompts = [list(range(100 * i, 100 * i + 17)) for i in range(1, 9)]
+    engine = started(given)
+    try:
+        hits(engine, prompts)
+        assert hits(engine, prompts) == [16] * len(prompts)
+        until_written(engine, len(prompts))
+        for way in ("stop", "kill", "stop", "kill", "stop at once", "stop"):
+            if way == "kill":
+                clients = [link.client for link in engine.links]
+                before = clients[0].incarnation
+                os.kill(service_pid(clients[0]), signal.SIGKILL)
+                eventually(lambda: all(c.connected and c.incarnation != before for c in clients))  # noqa: B023  now
+            else:
+                engine.close()
+                if way == "stop":
+                    eventually(lambda: not list(place.glob("*.sock")))
+                engine = started(given)
+            assert hits(engine, prompts) == [16] * len(prompts), way
+    finally:
+        engine.close()
+
+
+def started(given: Settings) -> FakeVLLM:
+    """An engine that begins as vLLM does: the workers first, then the scheduler, which waits for its cache."""
+    links = [Link(given, stack_config(given, 1), f"link-{n}", copies=n > 0) for n in range(2)]
+    assert links[1].wait(60)
+    engine = FakeVLLM(None, links=links, blocks=200, budget=64, settings=given)
+    assert links[0].wait(60)
+    return engine
+
+
+def hits(engine: FakeVLLM, prompts: list[list[int]]) -> list[int]:
+    return [engine.ask(prompt, max_tokens=2).external for prompt in prompts]
+
+
+def until_written(engine: FakeVLLM, count: int) -> None:
+    """Until the disk tier has a frame for each chunk of so many prompts, and their tails."""
+
+    def frames() -> int:
+        report = engine.links[0].client.call(GetHealth()).result(10)
+        assert isinstance(report, HealthReport)
+        return int(report.tiers["disk"]["frames"])
+
+    eventually(lambda: frames() >= 5 * count)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)

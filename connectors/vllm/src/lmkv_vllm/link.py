@@ -75,6 +75,7 @@ class Link:
         self._who = who
         self._copies = copies
         self._lock = threading.Lock()
+        self._calling = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._settled = threading.Event()
         self._closing = threading.Event()
@@ -89,8 +90,9 @@ class Link:
         """Run `callback` in the link's thread once the service has been reached; what it raises becomes `fault`."""
         with self._lock:
             self._callbacks.append(callback)
+            if self.fault is None:
+                self._settled.clear()
         if self.client is not None and self.fault is None:
-            self._settled.clear()
             threading.Thread(target=self._call_back, name="lmkv-ready", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
@@ -158,15 +160,16 @@ class Link:
         )
 
     def _call_back(self) -> None:
-        while True:
-            with self._lock:
-                callbacks, self._callbacks = self._callbacks, []
-            if not callbacks:
-                self._settled.set()
-                return
-            for callback in callbacks:
-                if not self._calls(callback):
-                    return
+        with self._calling:  # whoever finds nothing left to call must not say so while another thread still calls
+            while True:
+                with self._lock:
+                    callbacks, self._callbacks = self._callbacks, []
+                    if not callbacks:
+                        self._settled.set()
+                        return
+                for callback in callbacks:
+                    if not self._calls(callback):
+                        return
 
     def _calls(self, callback: Callable[[], None]) -> bool:
         try:
