@@ -25,6 +25,7 @@ from lmkv.service.session import Session
 from lmkv.specs import BackendContext
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.manager import StorageManager
+from lmkv.storage.offers import DEFAULT_RULES, Rules
 from lmkv.storage.tier import Tier
 from lmkv.types import MISS, OK, Capabilities, ChunkKey, Health, HealthState, Outcome, StoredFrame
 from lmkv_backend_cpu.backend import CpuBackend
@@ -156,6 +157,7 @@ async def storage(
     lease_seconds: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
     codecs: Callable[[str], Any] = codecs,
+    offer: Rules = DEFAULT_RULES,
 ) -> AsyncIterator[StorageManager]:
     """A storage of a resident tier (unless `ram` is None) and of `below`: (backend, settings)."""
     metrics = Metrics()
@@ -170,7 +172,14 @@ async def storage(
         tiers.append(Tier(number, made, shelf, policy, codecs, metrics))
     arena = Pool.create(pool or (ram or 0) + staging, prefault=False, trace=True)
     manager = StorageManager(
-        tiers, arena, metrics, staging=staging, lease_seconds=lease_seconds, chunk_tokens=CHUNK_TOKENS, clock=clock
+        tiers,
+        arena,
+        metrics,
+        staging=staging,
+        lease_seconds=lease_seconds,
+        chunk_tokens=CHUNK_TOKENS,
+        clock=clock,
+        offer=offer,
     )
     await manager.recover()
     try:
@@ -223,12 +232,12 @@ class Client:
             offsets.append(reply.offsets)
         return offsets
 
-    async def look_up(self, keys: KeyChain, *, hold: bool = True) -> p.Found:
+    async def look_up(self, keys: KeyChain, *, hold: bool = True, rate: float = 0.0) -> p.Found:
         tail = b"".join(keys.prefixes(len(keys.digests)))
-        found: p.Found = await self.wait(p.Lookup(self.space.id, b"".join(keys.digests), tail, hold))
-        if found.chunks < len(keys.digests):
+        found: p.Found = await self.wait(p.Lookup(self.space.id, b"".join(keys.digests), tail, hold, rate))
+        if found.chunks < len(keys.digests) and not found.withheld:
             prefixes = b"".join(keys.prefixes(found.chunks)[: self.space.chunk_pages - 1])
-            found = await self.wait(p.Extend(found.lease, self.space.id, found.chunks, prefixes, hold))
+            found = await self.wait(p.Extend(found.lease, self.space.id, found.chunks, prefixes, hold, rate))
         return found
 
     async def load(self, found: p.Found, keys: KeyChain, *, shard: int = 0, first: int = 0) -> list[bool]:

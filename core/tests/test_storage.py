@@ -408,7 +408,7 @@ def test_the_next_tier_is_asked_when_one_fails() -> None:
 def test_breaker_opens_probes_and_recovers() -> None:
     async def body() -> None:
         shelf = Shelf()
-        settings = {"capacity": 100 * FRAME, "failures": 2, "probe": 0.1}
+        settings = {"capacity": 100 * FRAME, "failures": 2, "probe": 1.0}
         async with storage(ram=4 * FRAME, below=[(shelf, settings)]) as manager:
             client = Client(manager, namespace())
             keys = chain(range(4))
@@ -425,7 +425,8 @@ def test_breaker_opens_probes_and_recovers() -> None:
             assert state == "degraded"
             assert "no disk" in str(tiers["shelf1"]["detail"])
             shelf.on_put = lambda _: None
-            await asyncio.sleep(0.12)
+            while not manager.tier("shelf1").writable:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             client.store(client.frames(keys))
             await client.settled()
             assert len(shelf.frames) == 1

@@ -103,6 +103,22 @@ class BreakerConfig(Model):
     probe: Interval = Field(default=5.0, description="Time between two questions to the backend while it is open.")
 
 
+class OfferConfig(Model):
+    """How much of what lies below RAM an engine is offered."""
+
+    mode: Literal["measured", "always"] = Field(
+        default="measured",
+        description="`measured`: what is loaded sooner than the engine computes it, as far as both speeds are known;"
+        " `always`: all that is there.",
+    )
+    min_tokens: Annotated[int, Field(ge=0), BeforeValidator(_no_bool)] = Field(
+        default=0, description="Offer fewer tokens than these not at all if they have to be loaded."
+    )
+    max_wait: Seconds = Field(
+        default=0.0, description="Offer only what is loaded within this time, as measured; 0: however long it takes."
+    )
+
+
 class TierConfig(Model):
     """One tier of the stack: a backend, and what the core adds to it."""
 
@@ -208,6 +224,7 @@ class Config(Model):
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="Host memory.")
     leases: LeaseConfig = Field(default_factory=LeaseConfig, description="Promises to engines.")
+    offer: OfferConfig = Field(default_factory=OfferConfig, description="What engines are offered of it.")
     tiers: tuple[TierConfig, ...] = Field(default_factory=_default_tiers, description="The stack, fastest tier first.")
     service: ServiceConfig = Field(default_factory=ServiceConfig, description="The node service.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The Prometheus page.")

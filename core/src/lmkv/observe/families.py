@@ -48,6 +48,13 @@ FAMILIES: Final = (
         ("tier",),
         client=True,
     ),
+    Family(
+        "lmkv_withheld_tokens_total",
+        "counter",
+        "Tokens that are stored but were not offered: computing them is sooner than loading them from that tier.",
+        ("tier",),
+        client=True,
+    ),
     Family("lmkv_stored_tokens_total", "counter", "Tokens whose frames were committed.", client=True),
     Family(
         "lmkv_rank_loaded_tokens_total",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lmkv.observe.clients import ClientMetrics
     from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.manager import StorageManager
+    from lmkv.storage.offers import Offer
     from lmkv.storage.stack import Stack
     from lmkv.types import ChunkKey
 
@@ -71,12 +72,37 @@ class Lookups:
         partial = None
         if not missing and len(reached) == len(entries):
             partial = self._partial(namespace, message.prefixes)
-        entries = reached
-        tiers = note_use(self._stack, [*entries, partial[0]] if partial else entries)
-        lease = self._lease(entries, partial) if message.hold else 0
+        found = [*reached, partial[0]] if partial else reached
+        tiers = note_use(self._stack, found)
+        withheld = 0
+        if any(tiers) or self._stack.ram is None:
+            offer = self._offer(namespace, message, found, partial)
+            if offer.entries < len(found):
+                tiers, reached, partial = tiers[: offer.entries], found[: offer.entries], None
+                withheld = self._withhold(offer)
+        lease = self._lease(reached, partial) if message.hold else 0
         if partial:
-            return p.Found(lease, len(entries), partial[1], partial[0].digest, tiers)
-        return p.Found(lease, len(entries), tiers=tiers)
+            return p.Found(lease, len(reached), partial[1], partial[0].digest, tiers)
+        return p.Found(lease, len(reached), tiers=tiers, withheld=withheld)
+
+    def _offer(
+        self, namespace: NamespaceIndex, message: p.Lookup, found: list[Entry], partial: tuple[Entry, int] | None
+    ) -> Offer:
+        """What of that it pays to load."""
+        offers = self._manager.offers
+        tokens = [self._manager.chunk_tokens] * len(found)
+        if partial:
+            tokens[-1] = self._tokens(namespace, partial[1])
+        rules = offers.rules.stricter(message.min_tokens, message.max_wait)
+        return offers.choose(found, tokens, message.prefill_rate, rules)
+
+    def _tokens(self, namespace: NamespaceIndex, pages: int) -> int:
+        return pages * self._manager.chunk_tokens // namespace.chunk_pages
+
+    def _withhold(self, offer: Offer) -> int:
+        for tier, count in offer.withheld.items():
+            self._metrics.inc("lmkv_withheld_tokens_total", count, tier=tier)
+        return sum(offer.withheld.values())
 
     def extend(self, message: p.Extend) -> p.Found:
         """The longest page prefix of the first chunk that was missing, under the lease of the look-up."""
@@ -87,6 +113,12 @@ class Lookups:
         if partial is None:
             return p.Found(number, message.chunks)
         entry, pages = partial
+        offers = self._manager.offers
+        held = [] if lease is None else lease.entries
+        tokens = [self._tokens(namespace, pages)]
+        offer = offers.choose([entry], tokens, message.prefill_rate, offers.rules._replace(min_tokens=0), held)
+        if not offer.entries:
+            return p.Found(number, message.chunks, withheld=self._withhold(offer))
         tiers = note_use(self._stack, [entry])
         if lease is not None and len(lease.entries) == lease.chunks:
             lease.add_partial(entry)

@@ -18,6 +18,7 @@ from lmkv.memory import Pool
 from lmkv.storage.build import build_tiers
 from lmkv.storage.index import Index
 from lmkv.storage.leases import Holdings
+from lmkv.storage.offers import DEFAULT_RULES, Offers, Rules
 from lmkv.storage.recovery import recover
 from lmkv.storage.stack import Stack
 from lmkv.types import HealthState
@@ -64,6 +65,7 @@ class StorageManager:
         chunk_tokens: int = 256,
         tail: str = "pages",
         clock: Callable[[], float] = time.monotonic,
+        offer: Rules = DEFAULT_RULES,
     ) -> None:
         self.pool = pool
         self.metrics = metrics
@@ -71,6 +73,7 @@ class StorageManager:
         self.tail = tail
         self.index = Index()
         self.stack = Stack(tiers, pool, self.index, metrics, staging=staging)
+        self.offers = Offers(self.stack, offer)
         self.holdings = Holdings(lease_seconds, clock)
         self.sessions: set[Client] = set()
         self.pinned: set[Entry] = set()
@@ -108,6 +111,7 @@ class StorageManager:
             lease_seconds=config.leases.seconds,
             chunk_tokens=config.chunk_tokens,
             tail=config.tail,
+            offer=Rules(config.offer.mode == "measured", config.offer.min_tokens, config.offer.max_wait),
         )
         await manager.recover()
         for tier in tiers:
