@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 from fake_s3 import FakeS3
-from s3_rig import JuiceGateway, Moto, make_bucket
+from s3_place import Place
+from s3_rig import JuiceGateway, Moto
 
 from lmkv.specs import BackendContext
 from lmkv_backend_s3.backend import S3Backend
@@ -14,31 +14,7 @@ from lmkv_backend_s3.options import S3Options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from s3_rig import S3Server
-
-_prefixes = itertools.count()
-
-
-class Open(Protocol):
-    def __call__(self, server: S3Server | FakeS3, *, deadline: float = 30.0, **options: object) -> S3Backend: ...
-
-
-class Place:
-    """A server, with a bucket for all tests and a prefix for each."""
-
-    def __init__(self, server: S3Server) -> None:
-        self.server = server
-        self.bucket = make_bucket(server)
-
-    def options(self, **more: object) -> dict[str, object]:
-        return {
-            "endpoint": self.server.endpoint,
-            "bucket": self.bucket,
-            "prefix": f"test-{next(_prefixes)}/",
-            "access_key": self.server.access_key,
-            "secret_key": self.server.secret_key,
-            **more,
-        }
+    from s3_place import Open
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ACCESS_KEY = "fake-access"
 SECRET_KEY = "fake-secret-that-nobody-may-see"
+BUCKET = "kv-frames"
 TOKEN = "fake-token-that-nobody-may-see"
 
 
@@ -69,7 +70,7 @@ class FakeS3:
     def options(self, **more: object) -> dict[str, object]:
         return {
             "endpoint": self.endpoint,
-            "bucket": "kv-frames",
+            "bucket": BUCKET,
             "prefix": "",
             "access_key": ACCESS_KEY,
             "secret_key": SECRET_KEY,
@@ -139,31 +140,36 @@ class _Requests(BaseHTTPRequestHandler):
             time.sleep(0.01)
         if refusal is not None:
             status, code = refusal
-            self._answer(status, f"<Error><Code>{code}</Code><Message>said so</Message></Error>".encode())
+            text = f"<Error><Code>{code}</Code><Message>said so</Message></Error>"
+            if self.path == "/":  # not S3, but STS
+                text = f"<ErrorResponse>{text}</ErrorResponse>"
+            self._answer(status, text.encode())
             return
         url = urlsplit(self.path)
-        name = unquote(url.path).lstrip("/").partition("/")[2]
+        name = unquote(url.path).lstrip("/")
+        if not seen.headers["host"].startswith(f"{BUCKET}."):
+            name = name.partition("/")[2]
         getattr(self, f"_{self.command.lower()}")(name, parse_qs(url.query, keep_blank_values=True), body)
 
     do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = _serve  # noqa: N815  what http.server looks for
 
-    def _put(self, name: str, query: dict[str, Any], body: bytes) -> None:  # noqa: ARG002
+    def _put(self, name: str, query: dict[str, Any], body: bytes) -> None:
         self.server_of.objects[name] = body
         self._answer(200, b"", ETag='"made"')
 
-    def _delete(self, name: str, query: dict[str, Any], body: bytes) -> None:  # noqa: ARG002
+    def _delete(self, name: str, query: dict[str, Any], body: bytes) -> None:
         self.server_of.objects.pop(name, None)
         self._answer(204)
 
-    def _head(self, name: str, query: dict[str, Any], body: bytes) -> None:  # noqa: ARG002
+    def _head(self, name: str, query: dict[str, Any], body: bytes) -> None:
         self._answer(200 if not name or name in self.server_of.objects else 404)
 
-    def _post(self, name: str, query: dict[str, Any], body: bytes) -> None:  # noqa: ARG002
+    def _post(self, name: str, query: dict[str, Any], body: bytes) -> None:
         for key in re.findall(r"<Key>(.*?)</Key>", body.decode()):
             self.server_of.objects.pop(key, None)
         self._answer(200, b"<DeleteResult/>")
 
-    def _get(self, name: str, query: dict[str, Any], body: bytes) -> None:  # noqa: ARG002
+    def _get(self, name: str, query: dict[str, Any], body: bytes) -> None:
         fake = self.server_of
         if "list-type" in query:
             prefix = query.get("prefix", [""])[0]

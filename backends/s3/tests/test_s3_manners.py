@@ -20,8 +20,8 @@ from lmkv_backend_s3 import bucket, line, transport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Open, Place
     from fake_s3 import Seen
+    from s3_place import Open, Place
 
 FRAME = 100_000
 
@@ -61,7 +61,7 @@ def test_a32_object_store_manners(fake: FakeS3, open_s3: Open) -> None:
     fake.seen.clear()
     fake.script = refuse(99, 403, "AccessDenied")
     for call in (s3.get, s3.put):
-        with pytest.raises(BackendError, match="AccessDenied.*may not do this") as refused:
+        with pytest.raises(BackendError, match=r"AccessDenied.*may not do this") as refused:
             call([make_key(1)], [memory])
         assert not refused.value.retryable
     assert len(fake.seen) == 2, "a refusal is not tried again"

@@ -15,7 +15,7 @@ from lmkv_backend_s3.options import S3Options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Place
+    from s3_place import Place
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.types import ChunkKey
