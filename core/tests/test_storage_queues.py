@@ -7,12 +7,15 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 
+from lmkv.frame import verify
 from lmkv.service import protocol as p
+from lmkv.types import Health, HealthState
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -86,6 +89,56 @@ def test_a_store_waits_no_longer_than_it_may() -> None:
             gate.set()
             await client.settled()
             assert len(shelf.frames) == 1
+
+    run(body())
+
+
+def _hang(gate: threading.Event) -> Callable[..., Any]:
+    return lambda *_: gate.wait(20) and None
+
+
+@pytest.mark.parametrize("where", ["put", "get", "contains", "health", "close", "slow puts"])
+def test_a42_a_silent_remote_holds_up_no_end(where: str) -> None:
+    """100 stores wait, the store says nothing any more: the end comes in time, and again at once."""
+
+    async def body() -> None:
+        shelf, gate = Shelf(shared=True), threading.Event()
+        settings = {"queue_calls": 200, "queue_seconds": 60.0, "deadline": 30.0, "threads": 2}
+        async with storage(ram=300 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+            stored = chain(range(16))
+            client.store(client.frames(stored))
+            await client.settled()
+            await client.wait(p.Clear(None, "ram"))
+            waiting: list[asyncio.Future[Any]] = []
+            if where == "contains":
+                shelf.on_contains = _hang(gate)
+                waiting = [asyncio.ensure_future(client.look_up(chain(range(n, n + 8)))) for n in range(100, 900, 100)]
+            elif where == "get":
+                shelf.on_get = _hang(gate)
+                found = await client.look_up(stored)
+                waiting = [asyncio.ensure_future(client.load(found, stored))]
+            elif where == "health":
+                shelf.on_health = lambda: (gate.wait(20), Health(HealthState.OK))[1]
+                manager.tier("shelf1").look()
+            elif where == "close":
+                shelf.close = _hang(gate)  # type: ignore[method-assign]
+            elif where == "put":
+                shelf.on_put = _hang(gate)
+            else:
+                shelf.on_put = lambda _: time.sleep(0.3)
+            for start in range(1000, 2000, 10):
+                client.store(client.frames(chain(range(start, start + 4))))
+            await asyncio.sleep(0.05)
+            begin = time.monotonic()
+            await manager.close(1.0)
+            assert time.monotonic() - begin < 1.5
+            await manager.close(1.0)
+            assert time.monotonic() - begin < 1.6, "the second time there is nothing left to wait for"
+            gate.set()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            for key, frame in shelf.frames.items():
+                verify(memoryview(frame), key)
 
     run(body())
 

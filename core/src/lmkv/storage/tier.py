@@ -7,6 +7,9 @@ threads.
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from lmkv.storage.coding import PutItem
     from lmkv.storage.inventory import TierSettings
     from lmkv.types import ChunkKey, MissReason, Outcome
+
+
+log = logging.getLogger(__name__)
 
 
 class GetResult(NamedTuple):
@@ -279,12 +285,25 @@ class Tier(Inventory):
     def close(self, deadline: float) -> bool:
         """Stop the driver and close the backend, in at most about `deadline` seconds. Blocks: call it off the loop.
 
-        Returns False when a call still hangs in the backend; the backend is then left open to it.
+        Returns False when a call still hangs in the backend, which is then left open to it, or when closing it hangs.
         """
-        if self._calls is not None and not self._calls.driver.close(deadline):
+        end = time.monotonic() + deadline
+        if self._calls is None:
+            self.backend.close()
+            return True
+        if not self._calls.driver.close(deadline):
             return False
-        self.backend.close()
-        return True
+        # In a thread of its own: a store that is silent may keep its client waiting for a good-bye.
+        closing = threading.Thread(target=self._close_backend, name=f"lmkv-{self.name}-close", daemon=True)
+        closing.start()
+        closing.join(max(0.1, end - time.monotonic()))
+        return not closing.is_alive()
+
+    def _close_backend(self) -> None:
+        try:
+            self.backend.close()
+        except Exception as e:  # noqa: BLE001  whatever a plugin raises, the others have to be closed too
+            log.warning("tier %s: closing it failed: %s: %s", self.name, type(e).__name__, e)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
