@@ -12,6 +12,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -25,10 +26,11 @@ Argument: TypeAlias = "bytes | memoryview"
 Reply: TypeAlias = "bytes | int | ReplyError | None"
 
 FLUSH_BYTES: Final = 1 << 16
-"""Small commands are gathered up to this many bytes."""
+"""Small commands are gathered up to this many bytes; what is sent from where it is, up to `_IOV` buffers."""
 SCRATCH: Final = 1 << 14
 SMALL: Final = 1 << 12
 """Bytes of the longest reply that is not put into the caller's memory."""
+_TIMEVAL: Final = struct.Struct("@ll")
 _TLS_BYTES: Final = 1 << 18
 _IOV: Final = 512
 """Buffers for one `sendmsg`; the kernel takes 1024."""
@@ -74,6 +76,8 @@ class RawChannel:
         self._sock = sock
         self._close = close
         self._tls = isinstance(sock, ssl.SSLSocket)
+        self._whole = 0 if self._tls else socket.MSG_WAITALL
+        sock.settimeout(None)
         self._pending: list[Argument] = []
         self._gathered = bytearray()
         self._pending_bytes = 0
@@ -105,16 +109,16 @@ class RawChannel:
         gathered = self._gathered
         gathered += b"*%d\r\n" % len(arguments)
         for argument in arguments:
-            gathered += b"$%d\r\n" % len(argument)
-            if isinstance(argument, memoryview):
+            if isinstance(argument, bytes):
+                gathered += b"$%d\r\n%b\r\n" % (len(argument), argument)
+            else:
+                gathered += b"$%d\r\n" % len(argument)
                 self._pending += (bytes(gathered), argument)
                 self._pending_bytes += len(argument)
                 gathered.clear()
-            else:
-                gathered += argument
-            gathered += b"\r\n"
+                gathered += b"\r\n"
         self._owed += 1
-        if self._pending_bytes + len(gathered) >= FLUSH_BYTES:
+        if len(gathered) >= FLUSH_BYTES or len(self._pending) >= _IOV:
             self.flush()
 
     def flush(self) -> None:
@@ -131,25 +135,17 @@ class RawChannel:
     def reply(self) -> Reply:
         """See `Channel`."""
         line = self._line()
-        kind, text = line[:1], line[1:]
         self._owed -= 1
-        if kind == b"+":
-            return text
+        kind = line[:1]
+        if kind == b"$":
+            return self._small_bulk(_number(line))
         if kind == b":":
-            return _number(text)
+            return _number(line)
+        if kind == b"+":
+            return line[1:]
         if kind == b"-":
-            return ReplyError(text.decode("utf-8", "replace")[:500])
-        if kind != b"$":
-            raise _garbage(line)
-        nbytes = _number(text)
-        if nbytes < 0:
-            return None
-        if nbytes > SMALL:
-            raise BackendError(f"the server sent {nbytes} bytes where at most {SMALL} make sense", kind="protocol")
-        while self._end - self._start < nbytes + 2:
-            self._fill()
-        begin, self._start = self._start, self._start + nbytes + 2
-        return bytes(self._room[begin : begin + nbytes])
+            return ReplyError(line[1:].decode("utf-8", "replace")[:500])
+        raise _garbage(line)
 
     def reply_into(self, view: memoryview) -> int | ReplyError | None:
         """See `Channel`."""
@@ -159,7 +155,7 @@ class RawChannel:
             return ReplyError(line[1:].decode("utf-8", "replace")[:500])
         if line[:1] != b"$":
             raise _garbage(line)
-        nbytes = _number(line[1:])
+        nbytes = _number(line)
         self._owed -= 1
         if nbytes < 0:
             return None
@@ -170,13 +166,28 @@ class RawChannel:
         self._end_of_bulk()
         return nbytes
 
+    def _small_bulk(self, nbytes: int) -> bytes | None:
+        if nbytes < 0:
+            return None
+        if nbytes > SMALL:
+            raise BackendError(f"the server sent {nbytes} bytes where at most {SMALL} make sense", kind="protocol")
+        while self._end - self._start < nbytes + 2:
+            self._fill()
+        begin = self._start
+        end = begin + nbytes
+        self._start = end + 2
+        return bytes(self._room[begin:end])
+
     # --- bytes -------------------------------------------------------------------------------------------------------
 
     def _send(self, buffers: Sequence[Argument]) -> None:
         left = deque(memoryview(buffer) for buffer in buffers)
         while left:
-            self._wait()
-            sent = self._sock.sendmsg([left[i] for i in range(min(_IOV, len(left)))])
+            self._wait(socket.SO_SNDTIMEO)
+            try:
+                sent = self._sock.sendmsg([left[i] for i in range(min(_IOV, len(left)))])
+            except BlockingIOError:
+                raise TimeoutError from None
             while left and sent >= len(left[0]):
                 sent -= len(left.popleft())
             if sent:
@@ -184,19 +195,30 @@ class RawChannel:
 
     def _send_tls(self, view: memoryview) -> None:
         while view:
-            self._wait()
+            self._wait(socket.SO_SNDTIMEO)
             view = view[self._sock.send(view[:_TLS_BYTES]) :]
 
-    def _wait(self) -> None:
-        """The next system call ends by the deadline."""
+    def _wait(self, option: int) -> None:
+        """The next system call ends by the deadline.
+
+        The kernel keeps the time of plain sockets: a time-out of Python's would mean a `poll` before each call, and a
+        return to Python for each few packets.
+        """
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._sock.settimeout(left)
+        if self._tls:
+            self._sock.settimeout(left)
+        else:
+            microseconds = int(left * 1e6) + 1
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
 
-    def _receive(self, view: memoryview) -> int:
-        self._wait()
-        count = self._sock.recv_into(view)
+    def _receive(self, view: memoryview, flags: int = 0) -> int:
+        self._wait(socket.SO_RCVTIMEO)
+        try:
+            count = self._sock.recv_into(view, 0, flags)
+        except BlockingIOError:
+            raise TimeoutError from None
         if not count:
             raise ConnectionResetError("the server closed the connection")
         return count
@@ -216,21 +238,19 @@ class RawChannel:
     def _line(self) -> bytes:
         if self._pending_bytes or self._gathered:
             self.flush()
-        while True:
-            found = self._scratch.find(b"\r\n", self._start, self._end)
-            if found >= 0:
-                begin, self._start = self._start, found + 2
-                return bytes(self._room[begin:found])
+        while (end := self._scratch.find(b"\r\n", self._start, self._end)) < 0:
             if self._end - self._start > SMALL:
                 raise _garbage(bytes(self._room[self._start : self._start + 16]))
             self._fill()
+        begin, self._start = self._start, end + 2
+        return bytes(self._room[begin:end])
 
     def _take(self, view: memoryview) -> None:
         done = min(len(view), self._end - self._start)
         view[:done] = self._room[self._start : self._start + done]
         self._start += done
         while done < len(view):
-            done += self._receive(view[done:])
+            done += self._receive(view[done:], self._whole)
 
     def _skip(self, nbytes: int) -> None:
         while nbytes:
@@ -288,10 +308,12 @@ class PlainChannel:
         return len(found)
 
 
-def _number(text: bytes) -> int:
-    if not text.removeprefix(b"-").isdigit() or len(text) > 20:  # noqa: PLR2004  the digits of a 64-bit number
-        raise _garbage(text)
-    return int(text)
+def _number(line: bytes) -> int:
+    """Behind the first character."""
+    try:
+        return int(line[1:22])
+    except ValueError:
+        raise _garbage(line) from None
 
 
 def _garbage(data: bytes) -> BackendError:

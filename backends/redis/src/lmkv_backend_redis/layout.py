@@ -13,6 +13,7 @@ parts of one writer.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ PARTS_MAX: Final = 1 << 12
 SLACK: Final = 64
 """Bytes by which a part is smaller than `part_bytes`: with the server's own header and terminator it just fills one of
 the allocator's size classes (powers of two among them), where a few bytes more would take the next, 25 % larger."""
-_FIELDS: Final = 4
 _DIGITS: Final = 16
+_SIZES: Final = 2 + _DIGITS + 1
+"""Where the sizes begin."""
 
 
 class Head(NamedTuple):
@@ -62,17 +64,19 @@ def stride(part_bytes: int) -> int:
 
 def parse_head(data: object) -> Head | None:
     """None for what is no head of ours; nothing is believed that does not fit together."""
-    if not isinstance(data, bytes):
+    if not isinstance(data, bytes) or data[:2] != b"1 " or data[_SIZES - 1 : _SIZES] != b" ":
         return None
-    fields = data.split(b" ")
-    if len(fields) != _FIELDS or fields[0] != b"1" or len(fields[1]) != _DIGITS:
+    sizes = _sizes(data[_SIZES:])
+    return None if sizes is None else Head(data[2 : _SIZES - 1], *sizes)
+
+
+@lru_cache(maxsize=64)  # frames have few sizes
+def _sizes(data: bytes) -> tuple[int, int] | None:
+    numbers = data.split(b" ")
+    if len(numbers) != 2 or not all(each.isdigit() and len(each) <= _DIGITS for each in numbers):  # noqa: PLR2004
         return None
-    if not all(each.isdigit() and len(each) <= _DIGITS for each in fields[2:]):
-        return None
-    nbytes, step = int(fields[2]), int(fields[3])
-    if step < 1 or nbytes < 1 or -(-nbytes // step) > PARTS_MAX:
-        return None
-    return Head(fields[1], nbytes, step)
+    nbytes, step = map(int, numbers)
+    return None if step < 1 or nbytes < 1 or -(-nbytes // step) > PARTS_MAX else (nbytes, step)
 
 
 class Names:
