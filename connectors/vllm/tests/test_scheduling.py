@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_vllm import CHUNK, PAGE, Request, truth
 
+from lmkv.testing import FaultyBackend, hangs
 from lmkv_vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def tokens(count: int, start: int = 1) -> list[int]:
@@ -372,6 +377,50 @@ def test_a15_abort_at_every_point(rig: Any, state: str) -> None:
     assert not engine.scheduler._loading
     assert engine.scheduler._held == 0
     rig.nothing_held()
+
+
+@pytest.mark.parametrize("state", ["queued", "looked up", "loading"])
+def test_an_aborted_request_lets_go_at_once(rig: Any, tmp_path: Path, state: str) -> None:
+    """Whatever its load waits for: nothing is held for it any more, of loads under way only what has begun goes on.
+
+    An aborted request whose load was handed to the workers gets its blocks back before the tier has answered.
+    """
+    disk = {"name": "disk", "backend": "disk", "capacity": "4MiB", "options": {"path": str(tmp_path)}, "threads": 1}
+    ram = {"name": "ram", "backend": "cpu", "capacity": "1MiB"}
+    host = rig.host(tiers=[ram, {**disk, "deadline": "30s"}])
+    engine = rig.engine(host, blocks=200, budget=64)
+    prompts = [tokens(17, 100 * number) for number in range(1, 9)]
+    for prompt in prompts:
+        engine.ask(prompt, max_tokens=1)
+    rig.quiet(host)
+    assert rig.clear("ram") > 0
+    free = len(engine.blocks.free)
+    tier = host.storage.manager.tier("disk")
+    backend, go = FaultyBackend(tier.backend), threading.Event()
+    backend.script("get", hangs(go), times=None)
+    tier.backend = backend
+    try:
+        requests = [engine.add(Request(f"{state} {number}", prompt)) for number, prompt in enumerate(prompts)]
+        for request in requests:
+            if state == "looked up":
+                engine.scheduler.offered(request, 0)
+        if state == "loading":
+            engine.step()
+            assert all(request.status == "WAITING_FOR_REMOTE_KVS" for request in requests)
+        assert rig.health(host).holds["leases"] == len(prompts)
+        for request in requests:
+            engine.abort(request)
+        until = time.monotonic() + 5
+        while len(engine.blocks.free) < free:
+            engine.step()
+            assert time.monotonic() < until, "the blocks do not come back"
+        rig.nothing_held()
+        assert backend.calls["get"] == 1
+    finally:
+        go.set()
+    rig.quiet(host)
+    assert backend.calls["get"] <= len(prompts) // 2, "loads that nobody wants any more were done"
+    assert engine.ask(prompts[-1]).external == 16
 
 
 def test_reset(rig: Any) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.observe.clients import ClientMetrics
     from lmkv.storage.index import Entry, NamespaceIndex
+    from lmkv.storage.leases import Lease
     from lmkv.storage.manager import StorageManager
 
 
@@ -112,10 +113,9 @@ class Session:
         count = message.count
         lease = self._manager.holdings.get(message.lease)
         if lease is None or message.first < 0 or not 0 <= count <= MAX_FRAMES:
-            reason = MissReason.EXPIRED
-            self._metrics.inc("lmkv_misses_total", max(0, count), reason=reason.value)
-            n = min(max(0, count), MAX_FRAMES)
-            return p.Loaded(0, (p.ABSENT,) * n, (0,) * n, (reason.value,) * n)
+            count = min(max(0, count), MAX_FRAMES)
+            self._metrics.inc("lmkv_misses_total", count, reason=MissReason.EXPIRED.value)
+            return _nothing(count)
         entries = lease.entries[message.first : message.first + count]
         self._stack.loads.bring(entries, message.shard, priority=RUNNING)
         loading = [
@@ -124,19 +124,27 @@ class Session:
             if entry is not None and (part := entry.shards.get(message.shard)) is not None and part.loading is not None
         ]
         if loading:
-            return self._acquire_later(message, entries, loading)
+            return self._acquire_later(message, lease, entries, loading)
         return self._loaded(message, entries, {})
 
     async def _acquire_later(
-        self, message: p.Acquire, entries: list[Entry | None], loading: Sequence[asyncio.Future[MissReason | None]]
+        self,
+        message: p.Acquire,
+        lease: Lease,
+        entries: list[Entry | None],
+        loading: Sequence[asyncio.Future[MissReason | None]],
     ) -> p.Loaded:
+        """When all has been loaded, or at once when the lease ends: then nobody wants it any more."""
         held = [entry for entry in entries if entry is not None]
         for entry in held:
-            entry.holds += 1  # the lease may be released meanwhile
+            entry.holds += 1  # until the answer says where it lies
+        over = lease.over
         try:
-            reasons = await asyncio.gather(*(asyncio.shield(future) for future in loading))
-            failed = dict(zip((id(future) for future in loading), reasons, strict=True))
-            worst = next((r for r in failed.values() if r is not None), None)
+            for future in loading:
+                await asyncio.wait((future, over), return_when=asyncio.FIRST_COMPLETED)
+                if over.done():
+                    return _nothing(message.count)
+            worst = next((reason for future in loading if (reason := future.result()) is not None), None)
             return self._loaded(message, entries, {} if worst is None else {message.shard: worst})
         finally:
             for entry in held:
@@ -266,3 +274,8 @@ class Session:
             tail = entry.namespace.entries.get(prefix)
             if tail is not None and not tail.holds and tail.pinned_until <= time.monotonic():
                 self._stack.remove(tail)
+
+
+def _nothing(count: int) -> p.Loaded:
+    """So many frames that are not there, since their lease has ended."""
+    return p.Loaded(0, (p.ABSENT,) * count, (0,) * count, (MissReason.EXPIRED.value,) * count)

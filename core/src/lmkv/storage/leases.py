@@ -6,6 +6,7 @@ negative.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,16 +27,30 @@ class Lease:
         expires: loop time.
     """
 
-    __slots__ = ("chunks", "entries", "expires", "number")
+    __slots__ = ("_over", "chunks", "entries", "expires", "number")
 
     def __init__(self, number: int, entries: list[Entry | None], expires: float) -> None:
         self.number = number
         self.entries = entries
         self.chunks = len(entries)
         self.expires = expires
+        self._over: asyncio.Future[None] | None = None
         for entry in entries:
             if entry is not None:
                 entry.holds += 1
+
+    @property
+    def over(self) -> asyncio.Future[None]:
+        """Done when the lease has ended, for those who wait for what it holds."""
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
+        return self._over
+
+    def end(self) -> Iterator[Entry]:
+        """Let go of everything, as `drop` does."""
+        yield from self.drop(0, len(self.entries))
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
 
     def add_partial(self, entry: Entry) -> None:
         """Put the frame behind the last full chunk under the lease."""

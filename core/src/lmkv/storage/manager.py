@@ -180,7 +180,7 @@ class StorageManager:
         """Give back everything that a lease holds; idempotent."""
         lease = self.holdings.leases.pop(number, None)
         if lease is not None:
-            for entry in lease.drop(0, len(lease.entries)):
+            for entry in lease.end():
                 self.stack.settle(entry)
 
     def pin(self, entry: Entry, seconds: float | None) -> None:
