@@ -49,7 +49,9 @@ class Shelf(StorageBackendInterface):
     """
 
     def __init__(self, *, shared: bool = False, parallelism: int = 2) -> None:
-        self.capabilities = Capabilities(scan=not shared, persistent=True, shared=shared, parallelism=parallelism)
+        self.capabilities = Capabilities(
+            scan=not shared, persistent=True, shared=shared, batched_contains=shared, parallelism=parallelism
+        )
         self.frames: dict[ChunkKey, bytes] = {}
         self.used: dict[ChunkKey, float] = {}
         self.aside: list[ChunkKey] = []

@@ -787,6 +787,35 @@ def test_a_shared_store_is_asked_in_one_round() -> None:
     run(body())
 
 
+def test_tails_of_others_are_found_in_a_shared_store() -> None:
+    """What one node stored of a prompt and its answer, another finds when the talk goes on: chunks and tail."""
+
+    async def body() -> None:
+        shelf = Shelf(shared=True)
+        async with storage(below=[(shelf, {})]) as manager:
+            client = Client(manager, namespace(shards=2))
+            client.store(client.frames(chain(range(10)), tail=True), shards=[0, 1])  # two chunks, one page of the next
+            client.store(client.frames(chain(range(50, 53)), tail=True), shards=[0, 1])  # one page
+            await client.settled()
+        async with storage(below=[(shelf, {})]) as manager:
+            client = Client(manager, namespace(shards=2))
+            for keys, chunks in ((chain(range(10)), 2), (chain(range(15)), 2), (chain(range(50, 59)), 0)):
+                shelf.calls.clear()
+                found = await client.look_up(keys)
+                assert (found.chunks, found.pages) == (chunks, 1)
+                assert [op for op, _ in shelf.calls].count("contains") <= 2
+                for shard in (0, 1):
+                    assert await client.load(found, keys, shard=shard) == [True] * (chunks + 1)
+                client.ask(p.Release(found.lease))
+            assert nothing_held(manager)
+            shelf.calls.clear()
+            found = await client.look_up(chain(range(70, 75)), hold=False)
+            assert (found.chunks, found.pages) == (0, 0)
+            assert not manager.index.namespace(client.space.id).entries.keys() & set(chain(range(70, 75)).digests)
+
+    run(body())
+
+
 def test_move_copy_and_recode() -> None:
     async def body() -> None:
         upper, lower = Shelf(), Shelf()

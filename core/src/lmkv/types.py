@@ -104,6 +104,8 @@ class Capabilities:
     """The store expires frames by itself."""
     max_frame_bytes: int | None = None
     """Frames above this are refused when the stack starts; None: no limit."""
+    batched_contains: bool = False
+    """`contains` asks for any number of keys in one round trip: a few keys more cost nothing."""
     parallelism: int = 4
     """Calls that may run at once: the number of the driver's threads."""
 

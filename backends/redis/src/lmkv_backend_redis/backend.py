@@ -42,7 +42,7 @@ class RedisBackend(StorageBackendInterface):
         ClosedError: after `close`.
     """
 
-    capabilities = Capabilities(shared=True, persistent=True)
+    capabilities = Capabilities(shared=True, persistent=True, batched_contains=True)
 
     def __init__(self, options: BaseModel, context: BackendContext) -> None:
         """Looks at the store for at most about `connect_timeout`; one that is not there is used as soon as it is.
@@ -59,6 +59,7 @@ class RedisBackend(StorageBackendInterface):
         self.capabilities = Capabilities(
             shared=True,
             persistent=True,
+            batched_contains=True,
             native_expiry=self._ttl is not None,
             max_frame_bytes=talks.largest(self._part),
             parallelism=self._options.connections,

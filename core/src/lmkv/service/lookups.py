@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from lmkv.service import protocol as p
 from lmkv.service.protocol import split_digests
+from lmkv.storage.discovery import discover, stores
 from lmkv.storage.driver import QUEUED
 from lmkv.types import MissReason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from lmkv.observe.clients import ClientMetrics
     from lmkv.storage.index import Entry, NamespaceIndex
@@ -43,19 +44,37 @@ class Lookups:
         digests = split_digests(message.digests)
         entries = present(namespace, digests)
         self._metrics.inc("lmkv_lookups_total")
-        if len(entries) < len(digests) and any(tier.shared and tier.readable for tier in self._stack.tiers):
-            return self._lookup_shared(message, namespace, digests, entries)
+        parent = digests[len(entries) - 1] if entries else b""
+        missing = digests[len(entries) :]
+        prefixes = self._unknown(namespace, split_digests(message.prefixes))
+        if (missing and stores(self._stack)) or prefixes:
+            return self._asking(
+                namespace, missing, parent, prefixes, entries,
+                lambda: self._found(message, namespace, digests, present(namespace, digests)),
+            )  # fmt: skip
         return self._found(message, namespace, digests, entries)
 
-    async def _lookup_shared(
-        self, message: p.Lookup, namespace: NamespaceIndex, digests: Sequence[bytes], entries: list[Entry]
+    def _unknown(self, namespace: NamespaceIndex, prefixes: list[bytes]) -> list[bytes]:
+        """The page prefixes to ask the shared stores for: all, if one is longer than what the index has, or none."""
+        if not prefixes or not stores(self._stack, tails=True):
+            return []
+        known = namespace.longest_prefix(prefixes)
+        return [] if known is not None and known[1] == len(prefixes) else prefixes
+
+    async def _asking(  # noqa: PLR0917  one question
+        self,
+        namespace: NamespaceIndex,
+        digests: Sequence[bytes],
+        parent: bytes,
+        prefixes: Sequence[bytes],
+        held: Sequence[Entry | None],
+        answer: Callable[[], p.Found],
     ) -> p.Found:
-        """Ask the shared stores, all at once, for what the index does not have."""
-        lease = self._manager.holdings.lease([*entries])  # what is there stays while we ask
+        """Ask the shared stores, all at once, for what the index does not have; then answer with what it has then."""
+        lease = self._manager.holdings.lease([*held])  # what is there stays while we ask
         try:
-            parent = digests[len(entries) - 1] if entries else b""
-            discovered = await self._stack.discover(namespace, digests[len(entries) :], parent)
-            found = self._found(message, namespace, digests, present(namespace, digests))
+            discovered = await discover(self._stack, namespace, digests, parent, prefixes)
+            found = answer()
         finally:
             self._manager.end_lease(lease.number)
         for entry in discovered:
@@ -104,9 +123,19 @@ class Lookups:
             self._metrics.inc("lmkv_withheld_tokens_total", count, tier=tier)
         return sum(offer.withheld.values())
 
-    def extend(self, message: p.Extend) -> p.Found:
+    def extend(self, message: p.Extend) -> p.Found | Awaitable[p.Found]:
         """The longest page prefix of the first chunk that was missing, under the lease of the look-up."""
         namespace = self._manager.index.registered(message.namespace)
+        lease = self._manager.holdings.get(message.lease) if message.lease else None
+        last = lease.entries[lease.chunks - 1] if lease is not None and lease.chunks else None
+        if last is not None or not message.chunks:
+            prefixes = self._unknown(namespace, split_digests(message.prefixes))
+            if prefixes:
+                parent = b"" if last is None else last.digest
+                return self._asking(namespace, (), parent, prefixes, [last], lambda: self._extended(message, namespace))
+        return self._extended(message, namespace)
+
+    def _extended(self, message: p.Extend, namespace: NamespaceIndex) -> p.Found:
         lease = self._manager.holdings.get(message.lease) if message.lease else None
         partial = self._partial(namespace, message.prefixes)
         number = 0 if lease is None else lease.number

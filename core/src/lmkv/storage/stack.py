@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lmkv.frame import Trailer, frame_bytes
 from lmkv.storage.coding import IDENTITY, PutItem
 from lmkv.storage.demotion import Demotion
-from lmkv.storage.driver import QUEUED, STORE
+from lmkv.storage.driver import STORE
 from lmkv.storage.loads import Loads
 from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lmkv.memory import MemoryObject, Pool
     from lmkv.observe.metrics import Metrics
-    from lmkv.storage.index import Entry, Index, NamespaceIndex
+    from lmkv.storage.index import Entry, Index
     from lmkv.storage.tier import Tier
 
 
@@ -246,32 +246,6 @@ class Stack:
             tier.delete([entry.key(n) for n in gone])
         for part in entry.shards.values():
             part.tiers = 0
-
-    async def discover(self, namespace: NamespaceIndex, digests: Sequence[bytes], parent: bytes) -> list[Entry]:
-        """Ask the shared stores, all at once, for whole chunks; enter the leading ones that they have, all shards.
-
-        Returns the entries made or found, for the caller to settle once it has put what it wants under a lease.
-        """
-        shared = [tier for tier in self.tiers if tier.shared and tier.readable]
-        keys = [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
-        answers = await asyncio.gather(*(tier.contains(keys, priority=QUEUED) for tier in shared))
-        found: list[Entry] = []
-        pages = namespace.chunk_pages
-        for i, digest in enumerate(digests):
-            bits = [0] * namespace.shards
-            for tier, answer in zip(shared, answers, strict=True):
-                for shard in range(namespace.shards):
-                    bits[shard] |= tier.bit * answer[i * namespace.shards + shard]
-            known = namespace.entries.get(digest)
-            here = set() if known is None else {s for s, part in known.shards.items() if part.present}
-            if not all(places or shard in here for shard, places in enumerate(bits)):
-                break
-            entry = known or namespace.add(digest, digests[i - 1] if i else parent, pages, b"")
-            for shard, places in enumerate(bits):
-                nbytes = frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
-                entry.part(shard, nbytes).tiers |= places
-            found.append(entry)
-        return found
 
     # --- down --------------------------------------------------------------------------------------------------------
 
