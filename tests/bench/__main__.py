@@ -27,6 +27,7 @@ BENCHES = {
     "copies": "memory:copies",
     "own-time": "memory:own_time",
     "disk": "disk:disk",
+    "restart": "restart:restart",
     "codecs": "codecs:codecs",
     "redis": "redis:redis",
     "redis-lookup": "redis:lookup",
