@@ -144,8 +144,11 @@ def test_close_wakes_who_waits(fake: FakeS3, open_s3: Open) -> None:
         s3.contains([make_key(1)])
 
 
-def test_kept_connections_that_ended_are_no_failure(fake: FakeS3, open_s3: Open) -> None:
+def test_kept_connections_that_ended_are_no_failure(
+    fake: FakeS3, open_s3: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Servers end idle connections; the next request goes out anew, at once."""
+    monkeypatch.setattr(bucket, "FIRST_PAUSE", 8.0)
     s3 = open_s3(fake)
     s3.put([make_key(1)], [make_memory(make_payload(1, FRAME))])
     before = fake.connections

@@ -39,6 +39,10 @@ class Fetched(NamedTuple):
     more: bool
     """There are bytes behind those that fitted."""
 
+    def is_part(self, nbytes: int, total: int, version: str) -> bool:
+        """Whether it is so many bytes of that object."""
+        return (self.nbytes, self.total, self.version) == (nbytes, total, version)
+
 
 class Bucket:
     """Sends requests. Thread-safe.

@@ -181,10 +181,6 @@ def _complete(parts: list[Span], results: list[Fetched | Exception], total: int,
         if isinstance(result, BeyondError):
             if wanted:
                 return False
-        elif not isinstance(result, Fetched) or (result.nbytes, result.total, result.version) != (
-            wanted,
-            total,
-            version,
-        ):
+        elif not isinstance(result, Fetched) or not result.is_part(wanted, total, version):
             return False
     return True
