@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from codec_rig import HOST, LOSSLESS, about, bfloats, codec, decode, encode, floats
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv import builtin
@@ -44,6 +44,7 @@ def test_the_cores_codecs_are_offered_by_its_hook() -> None:
 
 
 @each_codec
+@settings(deadline=None)
 @given(raw=patterns)
 def test_bits_come_back(name: str, raw: bytes) -> None:
     encoded = encode(CODECS[name], raw)
@@ -69,6 +70,7 @@ def test_noise_gets_no_longer_than_its_header(name: str) -> None:
 
 
 @each_codec
+@settings(deadline=None)
 @given(garbage=st.binary(max_size=300), length=st.integers(10, 700))
 def test_garbage_is_a_frame_error(name: str, garbage: bytes, length: int) -> None:
     if name == "identity" and len(garbage) == length:
@@ -82,6 +84,7 @@ def test_garbage_is_a_frame_error(name: str, garbage: bytes, length: int) -> Non
 
 
 @each_codec
+@settings(deadline=None)
 @given(raw=patterns, data=st.data())
 def test_every_flip_is_refused_or_gives_the_length(name: str, raw: bytes, data: st.DataObject) -> None:
     """The frame's checksum finds them before; a codec that meets one all the same must not fall over it."""

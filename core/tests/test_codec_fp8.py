@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from codec_rig import PAGE_TOKENS, PAGES, RUNS, about, bfloats, codec, decode, encode, floats, geometry, halves, widened
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv.codec.fp8 import _CODES, _FLOATS, Fp8Codec
@@ -40,6 +40,7 @@ def tables(flat: NDArray[np.float64]) -> list[NDArray[np.float64]]:
 
 
 @dtypes
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_the_error_is_what_the_page_says(dtype: str, seed: int) -> None:
     raw = WRITTEN[dtype](floats(seed))
@@ -55,6 +56,7 @@ def test_half_the_bytes(dtype: str) -> None:
 
 
 @dtypes
+@settings(deadline=None)
 @given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=50))
 def test_any_pattern_comes_back_as_a_number_near_it_or_as_nan(dtype: str, bits: list[int]) -> None:
     size = PAGES * sum(RUNS) // 2
@@ -132,6 +134,7 @@ def test_runs_that_are_no_whole_tokens_share_a_scale(runs: tuple[int, ...]) -> N
     assert (np.abs(got - before) <= np.maximum(np.abs(before) / 16, np.abs(before).max() / 2**17)).all()
 
 
+@settings(deadline=None)
 @given(garbage=st.binary(max_size=300), length=st.integers(0, 700))
 def test_garbage_is_a_frame_error(garbage: bytes, length: int) -> None:
     for start in (b"", b"\1\0\1\0", b"\1\1\2\0" + struct.pack("<III", 1, 2, 2)):

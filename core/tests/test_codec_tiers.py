@@ -124,6 +124,25 @@ def test_many_puts_at_once_never_exceed_the_capacity() -> None:
     asyncio.run(body())
 
 
+def test_frames_that_encryption_makes_longer_never_exceed_the_capacity() -> None:
+    async def body() -> None:
+        shelf, full = Shelf(), 3996  # so that a frame fills two blocks of 4096 bytes to the last byte
+        assert frame_bytes(2 * full, 1) == 8192 < frame_bytes(2 * full + 1, 1)
+        capacity = 10 * 8192
+        async with below(shelf, "aes-gcm", keyed(k=ONE), capacity=capacity) as manager:
+            tier = manager.tier("low")
+            client = Client(manager, namespace(page_bytes=full))
+            for first in range(0, 3000, 100):
+                client.store(client.frames(chain(range(first, first + 4))))
+                assert tier.used <= capacity
+                if first % 500 == 0:
+                    await client.settled()
+                    assert tier.used == sum(map(len, shelf.frames.values())) <= capacity
+            assert set(map(len, shelf.frames.values())) == {12288}
+
+    asyncio.run(body())
+
+
 def test_what_gets_no_smaller_is_stored_as_it_is() -> None:
     async def body() -> None:
         shelf = Shelf()
@@ -162,6 +181,21 @@ def test_a_shared_store_may_hold_frames_of_any_codec(writer: str, reader: str) -
             assert len(local.frames) == 2
             client.ask(p.Clear(None, "ram"))
         assert not remote.aside
+
+    asyncio.run(body())
+
+
+def test_a_frame_in_a_shared_store_may_be_longer_than_as_it_is() -> None:
+    async def body() -> None:
+        shelf, space = Shelf(shared=True), namespace(page_bytes=3996)
+        for _ in range(2):
+            async with below(shelf, "aes-gcm", keyed(k=ONE)) as manager:
+                client = Client(manager, space)
+                client.store(client.frames(chain(range(8))))
+                await client.settled()
+                assert await loads(client, range(8)) == [True, True]
+            assert {len(frame) for key, frame in shelf.frames.items() if key != MARK} == {8192 + 4096}
+            shelf = keep(shelf)
 
     asyncio.run(body())
 
@@ -259,6 +293,25 @@ def test_what_cannot_be_read_makes_room_and_can_be_cleared() -> None:
             await client.settled()
             assert not third.frames
             assert manager.tier("low").used == 0
+
+    asyncio.run(body())
+
+
+def test_an_unreadable_frame_makes_room_also_when_its_chunk_is_in_memory() -> None:
+    async def body() -> None:
+        first = Shelf()
+        async with below(first, "aes-gcm", keyed(k=ONE)) as manager:
+            await stored(manager, range(4))
+        second, room = keep(first), 3 * FRAME + 4096
+        async with below(second, "aes-gcm", keyed("new", new=TWO), capacity=room, write="never") as manager:
+            client = Client(manager, namespace())
+            assert await loads(client, range(4)) == [False]
+            for tokens in (range(4), range(100, 112)):
+                client.store(client.frames(chain(tokens)))
+            digests = b"".join(chain(range(100, 112)).digests)
+            assert (await client.wait(p.Move(client.space.id, digests, "ram", "low", keep=True))).count == 3
+            assert not manager.tier("low").unreadable
+            assert await loads(client, range(100, 112)) == [True] * 3
 
     asyncio.run(body())
 

@@ -41,9 +41,9 @@ def codecs() -> list[Row]:
         ratio, fast_in, fast_out = measure(codec, payloads, rounds)
         wanted = TARGETS.get(name, (None, None, None))
         rows += [
-            _row(f"codec {name}: raw to encoded bytes of SmolLM2's KV", "x", ratio, wanted[0]),
-            _row(f"codec {name}: encode, one core", "GB/s", fast_in, wanted[1]),
-            _row(f"codec {name}: decode, one core", "GB/s", fast_out, wanted[2]),
+            _row(f"{name}: ratio on SmolLM2's KV", "x", ratio, wanted[0]),
+            _row(f"{name}: in, one core", "GB/s", fast_in, wanted[1]),
+            _row(f"{name}: out, one core", "GB/s", fast_out, wanted[2]),
         ]
     return rows
 
