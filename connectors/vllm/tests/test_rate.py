@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_vllm import truth
 
+from lmkv.testing import FaultyBackend, slow
 from lmkv_vllm.rate import FRESH_SECONDS, LEAST_TOKENS, UNDER_WAY, PrefillRate, prompt_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 def output(*counts: int, drafts: int = 0, encoder: bool = False) -> Any:
@@ -156,3 +159,55 @@ def test_measured_and_passed_on(rig: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert asked[0] == 0
     assert 200 < asked[-1] < 2000
     assert engine.scheduler._rate.tokens_per_second < 2000
+
+
+@pytest.mark.parametrize("mode", ["measured", "always"])
+def test_never_slower_than_computing(rig: Any, tmp_path: Path, mode: str) -> None:
+    """Loads of 0.4 s where computing takes 0.05 s: once both are known, the prompt is computed, and counted as such."""
+    host = rig.host(
+        pool={"size": "32MiB", "prefault": False, "hugepages": "off"},
+        tiers=[
+            {"name": "ram", "backend": "cpu", "capacity": "8MiB"},
+            {
+                "name": "far",
+                "backend": "disk",
+                "capacity": "16MiB",
+                "options": {"path": str(tmp_path)},
+                "threads": 1,
+                "queue": {"calls": 1000},
+            },
+        ],
+        offer={"mode": mode},
+    )
+    engine = rig.engine(host, blocks=400, budget=128)
+    engine.seconds_per_token = 0.0002
+    prompts = [list(range(1000 * number, 1000 * number + 257)) for number in range(5)]
+    for prompt in prompts:
+        engine.ask(prompt, max_tokens=1)
+        rig.quiet(host)
+    assert engine.scheduler._rate.tokens_per_second > 500
+    assert rig.clear("ram") > 0
+    tier = host.storage.manager.tier("far")
+    tier.backend = FaultyBackend(tier.backend)
+    tier.backend.script("get", slow(0.4), times=None)
+    offered = [engine.ask(prompt, max_tokens=1).external for prompt in prompts[:3]]
+    assert offered[0] == 256, "what it costs is not known before"
+    rig.quiet(host)
+    before = rig.counted()
+    last = engine.ask(prompts[4], max_tokens=3)
+    assert last.output == truth(prompts[4], 3)
+    engine.step()
+    counted = rig.counted() - before
+    asked = {"model": "fake", "rank": "scheduler", "instance": "engine"}
+    assert counted.total("lmkv_lookup_tokens_total", **asked) == 257
+    if mode == "always":
+        assert last.external == 256
+        assert counted.total("lmkv_withheld_tokens_total") == 0
+        return
+    assert last.external == 0
+    assert counted.total("lmkv_withheld_tokens_total", **asked, tier="far") == 256
+    assert counted.total("lmkv_withheld_tokens_total") == 256
+    assert counted.total("lmkv_hit_tokens_total") == 0
+    assert counted.total("lmkv_misses_total") == 0
+    assert counted.total("lmkv_rank_loaded_tokens_total") == 0
+    rig.nothing_held()

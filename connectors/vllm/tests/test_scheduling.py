@@ -199,6 +199,7 @@ def test_a40_a_load_after_a_preemption_is_no_second_hit(rig: Any) -> None:
     engine.step()
     assert sum(request.num_preemptions for request in requests) > 0
     counted = rig.counted()
+    assert counted.total("lmkv_lookups_total") == len(prompts)
     assert counted.total("lmkv_lookup_tokens_total") == 9 * len(prompts)
     assert 0 < counted.total("lmkv_hit_tokens_total") <= 8 * len(prompts)
     assert counted.total("lmkv_rank_loaded_tokens_total") > 8 * len(prompts), "what was loaded again was loaded"

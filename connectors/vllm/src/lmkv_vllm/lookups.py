@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.engine import Hit
 from lmkv_vllm.guard import INCIDENTS
@@ -26,6 +26,17 @@ def tokens_from(request: Any, first: int) -> list[int]:
     return tokens[first:]
 
 
+class Asking(NamedTuple):
+    """How a request is looked up."""
+
+    lookup: bool
+    """Or only hashed."""
+    rate: float = 0.0
+    """Tokens that the engine computes in a second; 0: not known."""
+    again: bool = False
+    """It was looked up before."""
+
+
 class Question:
     """Extends a chain by a request's new tokens and, if it is to be read, looks it up. Made and used on one thread.
 
@@ -36,21 +47,18 @@ class Question:
     """
 
     __slots__ = (
-        "_cancelled", "_chain", "_engine", "_hashed", "_lock", "_lookup", "_rate", "_ticket", "_tokens",
+        "_about", "_cancelled", "_chain", "_engine", "_hashed", "_lock", "_ticket", "_tokens",
         "begun", "deadline", "incarnation",
     )  # fmt: skip
 
-    def __init__(
-        self, engine: CacheEngine, chain: KeyChain, tokens: list[int], *, lookup: bool, rate: float = 0.0
-    ) -> None:
+    def __init__(self, engine: CacheEngine, chain: KeyChain, tokens: list[int], about: Asking) -> None:
         self.begun = time.monotonic()
         self.deadline = 0.0
         self.incarnation = engine.client.incarnation
         self._engine = engine
         self._chain = chain
         self._tokens = tokens
-        self._lookup = lookup
-        self._rate = rate
+        self._about = about
         self._ticket: LookupTicket | None = None
         self._cancelled = False
         self._lock = threading.Lock()
@@ -61,8 +69,9 @@ class Question:
         try:
             self._chain.extend(self._tokens)
             with self._lock:
-                if self._lookup and not self._cancelled:
-                    self._ticket = self._engine.begin_lookup(self._chain, prefill_rate=self._rate)
+                if self._about.lookup and not self._cancelled:
+                    rate, again = self._about.rate, self._about.again
+                    self._ticket = self._engine.begin_lookup(self._chain, prefill_rate=rate, again=again)
         except Exception as error:  # noqa: BLE001  no answer is a miss
             INCIDENTS.note("look-up", f"{type(error).__name__}: {error}", error=error)
         finally:
@@ -108,13 +117,10 @@ class Hasher:
         self._queue: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, engine: CacheEngine, chain: KeyChain, request: Any, *, lookup: bool, rate: float = 0.0) -> Question:
-        """A question about all tokens that `request` has now; short ones are hashed before it returns.
-
-        `rate`: tokens that the engine computes in a second; 0: not known.
-        """
+    def begin(self, engine: CacheEngine, chain: KeyChain, request: Any, about: Asking) -> Question:
+        """A question about all tokens that `request` has now; short ones are hashed before it returns."""
         tokens = tokens_from(request, chain.tokens)
-        question = Question(engine, chain, tokens, lookup=lookup, rate=rate)
+        question = Question(engine, chain, tokens, about)
         if len(tokens) <= INLINE_TOKENS:
             question.run()
             return question

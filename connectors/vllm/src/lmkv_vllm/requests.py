@@ -28,6 +28,8 @@ class Tracked:
     admitted: int = -1
     """Number of preemptions at the last admission: one look-up and one load for each."""
     loading: bool = False
+    asked: bool = False
+    """It was looked up before."""
     counted: bool = False
     saved: int = 0
     """Full chunks that need no save any more."""

@@ -22,7 +22,7 @@ from lmkv_vllm.geometry import check_chunk, namespace_of, same_pages
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.identity import RequestExtras, cacheable
 from lmkv_vllm.link import clear
-from lmkv_vllm.lookups import NOTHING, Hasher, Question, tokens_from
+from lmkv_vllm.lookups import NOTHING, Asking, Hasher, Question, tokens_from
 from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.rate import PrefillRate
 from lmkv_vllm.requests import Tracked, hits_of, load_items
@@ -162,9 +162,9 @@ class SchedulerSide:
         return count, count > 0
 
     def _begin(self, engine: CacheEngine, tracked: Tracked) -> Question:
-        rate = self._rate.tokens_per_second
-        question = self._hasher.begin(engine, tracked.chain, tracked.request, lookup=tracked.readable, rate=rate)
-        tracked.question = question
+        about = Asking(tracked.readable, self._rate.tokens_per_second, tracked.asked)
+        question = self._hasher.begin(engine, tracked.chain, tracked.request, about)
+        tracked.question, tracked.asked = question, True
         self._held += 1
         return question
 

@@ -106,7 +106,9 @@ class CacheEngine:
         """An empty chain of this namespace's geometry."""
         return KeyChain(self.namespace.chunk_tokens, self.namespace.page_tokens, extras)
 
-    def begin_lookup(self, chain: KeyChain, *, hold: bool = True, prefill_rate: float = 0.0) -> LookupTicket:
+    def begin_lookup(
+        self, chain: KeyChain, *, hold: bool = True, prefill_rate: float = 0.0, again: bool = False
+    ) -> LookupTicket:
         """Ask how much of the chain's tokens is cached. Returns at once; never raises for what the service does.
 
         Asks for the full chunks and for the whole pages after them; if a full chunk is missing, for the pages of that
@@ -114,7 +116,7 @@ class CacheEngine:
 
         `prefill_rate` is how many tokens the engine computes in a second, as measured. With it, the hit ends where
         loading more would take longer than computing it, and `Hit.withheld_tokens` says how much that leaves out. At 0
-        (unknown) nothing is left out for that.
+        (unknown) nothing is left out for that. `again`: the request was looked up before, and counted.
         """
         connection = None
         error: BaseException | None = None
@@ -122,7 +124,7 @@ class CacheEngine:
             connection = self.client.connection()
         except ClosedError as e:
             error = e
-        ticket = LookupTicket(connection, self.namespace.id, chain, hold=hold, prefill_rate=prefill_rate)
+        ticket = LookupTicket(connection, self.namespace.id, chain, hold=hold, prefill_rate=prefill_rate, again=again)
         ticket.error = error
         ticket.begin()
         return ticket

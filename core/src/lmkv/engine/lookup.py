@@ -50,6 +50,7 @@ class LookupTicket:
     """
 
     __slots__ = (
+        "_again",
         "_asked",
         "_cancelled",
         "_chain",
@@ -72,12 +73,14 @@ class LookupTicket:
         *,
         hold: bool,
         prefill_rate: float = 0.0,
+        again: bool = False,
     ) -> None:
         self._connection = connection
         self._namespace = namespace
         self._chain = chain
         self._hold = hold
         self._prefill_rate = prefill_rate
+        self._again = again
         self._asked = 0
         self._lock = threading.Lock()
         self._done = threading.Event()
@@ -95,7 +98,9 @@ class LookupTicket:
         if connection is None or not (digests or rest):
             self._finish(self._found)
             return
-        request = Lookup(self._namespace, b"".join(digests), b"".join(rest), self._hold, self._prefill_rate)
+        request = Lookup(
+            self._namespace, b"".join(digests), b"".join(rest), self._hold, self._prefill_rate, again=self._again
+        )
         connection.call(request).add_done_callback(self._answered)
 
     def poll(self) -> Hit | None:
@@ -145,7 +150,7 @@ class LookupTicket:
             return None
         prefixes = b"".join(chain.prefixes(found.chunks))
         return connection.call(
-            Extend(found.lease, self._namespace, found.chunks, prefixes, self._hold, self._prefill_rate)
+            Extend(found.lease, self._namespace, found.chunks, prefixes, self._hold, self._prefill_rate, self._again)
         )
 
     def _extended(self, future: Future[Reply]) -> None:

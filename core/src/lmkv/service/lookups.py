@@ -43,7 +43,8 @@ class Lookups:
         namespace = self._manager.index.registered(message.namespace)
         digests = split_digests(message.digests)
         entries = present(namespace, digests)
-        self._metrics.inc("lmkv_lookups_total")
+        if not message.again:
+            self._metrics.inc("lmkv_lookups_total")
         parent = digests[len(entries) - 1] if entries else b""
         missing = digests[len(entries) :]
         prefixes = self._unknown(namespace, split_digests(message.prefixes))
@@ -86,11 +87,11 @@ class Lookups:
     ) -> p.Found:
         missing = len(digests) - len(entries)
         if missing:
-            self._miss(missing, self._manager.index.why_missing(namespace, digests[len(entries)]))
-        reached = self._reached(entries)
+            self._miss(message, missing, self._manager.index.why_missing(namespace, digests[len(entries)]))
+        reached = self._reached(message, entries)
         partial = None
         if not missing and len(reached) == len(entries):
-            partial = self._partial(namespace, message.prefixes)
+            partial = self._partial(message, namespace)
         found = [*reached, partial[0]] if partial else reached
         tiers = note_use(self._stack, found)
         withheld = 0
@@ -98,7 +99,7 @@ class Lookups:
             offer = self._offer(namespace, message, found, partial)
             if offer.entries < len(found):
                 tiers, reached, partial = tiers[: offer.entries], found[: offer.entries], None
-                withheld = self._withhold(offer)
+                withheld = self._withhold(message, offer)
         lease = self._lease(reached, partial) if message.hold else 0
         if partial:
             return p.Found(lease, len(reached), partial[1], partial[0].digest, tiers)
@@ -118,9 +119,10 @@ class Lookups:
     def _tokens(self, namespace: NamespaceIndex, pages: int) -> int:
         return pages * self._manager.chunk_tokens // namespace.chunk_pages
 
-    def _withhold(self, offer: Offer) -> int:
-        for tier, count in offer.withheld.items():
-            self._metrics.inc("lmkv_withheld_tokens_total", count, tier=tier)
+    def _withhold(self, message: p.Lookup | p.Extend, offer: Offer) -> int:
+        if not message.again:
+            for tier, count in offer.withheld.items():
+                self._metrics.inc("lmkv_withheld_tokens_total", count, tier=tier)
         return sum(offer.withheld.values())
 
     def extend(self, message: p.Extend) -> p.Found | Awaitable[p.Found]:
@@ -137,7 +139,7 @@ class Lookups:
 
     def _extended(self, message: p.Extend, namespace: NamespaceIndex) -> p.Found:
         lease = self._manager.holdings.get(message.lease) if message.lease else None
-        partial = self._partial(namespace, message.prefixes)
+        partial = self._partial(message, namespace)
         number = 0 if lease is None else lease.number
         if partial is None:
             return p.Found(number, message.chunks)
@@ -147,7 +149,7 @@ class Lookups:
         tokens = [self._tokens(namespace, pages)]
         offer = offers.choose([entry], tokens, message.prefill_rate, offers.rules._replace(min_tokens=0), held)
         if not offer.entries:
-            return p.Found(number, message.chunks, withheld=self._withhold(offer))
+            return p.Found(number, message.chunks, withheld=self._withhold(message, offer))
         tiers = note_use(self._stack, [entry])
         if lease is not None and len(lease.entries) == lease.chunks:
             lease.add_partial(entry)
@@ -167,22 +169,23 @@ class Lookups:
         self._stack.loads.bring(lease.entries, None, priority=QUEUED)
         return lease.number
 
-    def _partial(self, namespace: NamespaceIndex, prefixes: bytes) -> tuple[Entry, int] | None:
-        found = namespace.longest_prefix(split_digests(prefixes))
-        return found if found is not None and self._reached([found[0]]) else None
+    def _partial(self, message: p.Lookup | p.Extend, namespace: NamespaceIndex) -> tuple[Entry, int] | None:
+        found = namespace.longest_prefix(split_digests(message.prefixes))
+        return found if found is not None and self._reached(message, [found[0]]) else None
 
-    def _reached(self, entries: list[Entry]) -> list[Entry]:
+    def _reached(self, message: p.Lookup | p.Extend, entries: list[Entry]) -> list[Entry]:
         """The leading entries that can be loaded: not those that lie only in tiers that are off."""
         off = self._stack.unreachable()
         if off:
             for i, entry in enumerate(entries):
                 if any(not part.tiers & ~off and part.staged is None for part in entry.shards.values()):
-                    self._miss(len(entries) - i, MissReason.TIER_OPEN)
+                    self._miss(message, len(entries) - i, MissReason.TIER_OPEN)
                     return entries[:i]
         return entries
 
-    def _miss(self, count: int, reason: MissReason) -> None:
-        self._metrics.inc("lmkv_misses_total", count, reason=reason.value)
+    def _miss(self, message: p.Lookup | p.Extend, count: int, reason: MissReason) -> None:
+        if not message.again:
+            self._metrics.inc("lmkv_misses_total", count, reason=reason.value)
 
 
 def present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]:

@@ -112,6 +112,8 @@ class Lookup(Message, frozen=True):
     """Do not offer fewer tokens than these from below RAM; what the configuration says if that is more."""
     max_wait: float = 0.0
     """Do not offer what takes more seconds to load; 0: what the configuration says."""
+    again: bool = False
+    """This request has been looked up before: neither it nor what it misses is counted once more."""
 
 
 class Extend(Message, frozen=True):
@@ -128,6 +130,8 @@ class Extend(Message, frozen=True):
     prefixes: bytes
     hold: bool = True
     prefill_rate: float = 0.0
+    """As in `Lookup`."""
+    again: bool = False
     """As in `Lookup`."""
 
 
