@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from s3_rig import JuiceGateway, make_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,11 +31,11 @@ class Clean:
         pins = ["--constraint", str(ROOT / ".ci" / "requirements" / "dev.txt"), "--find-links", str(wheels)]
         self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *distributions)
 
-    def run(self, command: str, *arguments: str) -> str:
+    def run(self, command: str, *arguments: str, code: int = 0) -> str:
         done = subprocess.run(
             [str(self.bin / command), *arguments], cwd=self._cwd, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, f"{command} {arguments} failed:\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == code, f"{command} {arguments} failed:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
 
@@ -92,6 +93,30 @@ def test_a_strangers_backend_is_listed_checked_and_used(clean: Clean, tmp_path: 
     assert clean.run("python", "-c", _USE, "store", str(stack)).split() == ["128"]
     assert any(frames.iterdir())
     assert clean.run("python", "-c", _USE, "retrieve", str(stack)).split() == ["128", "True"]
+
+
+def test_s3_alone(wheels: Path, tmp_path: Path) -> None:
+    """The core and one backend, no torch: what is installed is listed, and a wrong secret is told by `lmkv check`."""
+    clean = Clean(tmp_path / "s3", wheels, ["lmkv-backend-s3"])
+    listed = {line.split()[0]: line for line in clean.run("lmkv", "plugins").splitlines() if line.strip()}
+    assert "ok" in listed["s3"].split()
+    assert "cpu" not in listed
+    assert clean.run("python", "-c", "import importlib.util as u; print(u.find_spec('torch'))").strip() == "None"
+    with JuiceGateway(tmp_path / "gateway") as server:
+        where = f"endpoint: {server.endpoint}, bucket: {make_bucket(server)}, access_key: {server.access_key}"
+        stack = tmp_path / "stack.yaml"
+        for secret, code in ((server.secret_key, 0), ("not-the-right-one", 1)):
+            tier = f"{{name: far, backend: s3, deadline: 20s, options: {{{where}, secret_key: {secret}}}}}"
+            stack.write_text(f"pool: {{size: 64MiB}}\ntiers:\n  - {tier}\n")
+            checked = clean.run("lmkv", "check", str(stack), code=code)
+            row = next(line for line in checked.splitlines() if line.split()[:1] == ["far"] and "s3" in line.split())
+            if code == 0:
+                assert "ok" in row.split()
+            else:
+                assert "FAILED" in row.split()
+                assert "SignatureDoesNotMatch" in checked
+                assert "secret_key is not that of access_key" in checked
+            assert secret not in checked
 
 
 _USE = """
