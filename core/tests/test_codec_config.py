@@ -223,6 +223,8 @@ def test_resident_tiers_take_no_codec(host: PluginHost) -> None:
             environ={},
             machine=Machine.local(),
         )
+    plain = {"tiers": [{"backend": "cpu", "capacity": "50%", "codec": "identity"}]}
+    assert load_config(plain, host=host, environ={}, machine=Machine.local()).tiers[0].codec.name == "identity"
 
 
 def test_options_that_nobody_checked_are_refused() -> None:

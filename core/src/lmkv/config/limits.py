@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 from textwrap import indent
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lmkv.config.codecs import CodecChain
+from lmkv.config.codecs import IDENTITY
 from lmkv.config.faults import Fault, at, in_order, printed
 from lmkv.config.memory import available_memory
 from lmkv.errors import ConfigError, LmkvError
@@ -225,7 +225,7 @@ class _Sums:
         for number in resident:
             if number:
                 self._fault(("tiers", number, "backend"), "keeps frames in host memory, so it must be the first tier")
-            if self.config.tiers[number].codec != CodecChain():
+            if self.config.tiers[number].codec.name != IDENTITY:
                 text = (
                     "has no effect: this tier keeps frames in memory, as the engine needs them. Set it on a tier below"
                 )
