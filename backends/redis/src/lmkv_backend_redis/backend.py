@@ -7,14 +7,12 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from redis.exceptions import RedisError
-
 from lmkv.backend import StorageBackendInterface
 from lmkv.errors import BackendError, ConfigError
 from lmkv.types import FAILED, MISS, Capabilities, Health, HealthState, Outcome
 from lmkv_backend_redis import talks
 from lmkv_backend_redis.channel import ReplyError
-from lmkv_backend_redis.failures import DEFINITE
+from lmkv_backend_redis.failures import DEFINITE, ERRORS
 from lmkv_backend_redis.layout import Names
 from lmkv_backend_redis.look import look
 from lmkv_backend_redis.store import Store
@@ -195,7 +193,7 @@ class RedisBackend(StorageBackendInterface):
         """Something that redis-py does."""
         try:
             return work()
-        except (RedisError, OSError) as error:
+        except ERRORS as error:
             raise self._store.failures.explain(operation, error) from None
 
 

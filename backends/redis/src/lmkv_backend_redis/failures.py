@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from lmkv_backend_redis.options import RedisOptions, Target
 
+ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+"""What redis-py raises; its cluster's errors are a family of their own."""
 MASK: Final = "**********"
 DEFINITE: Final = frozenset({"auth", "permission", "database", "tls", "limit"})
 """Kinds that no waiting changes: somebody has to change the configuration or the store."""
@@ -38,7 +40,7 @@ class Failures:
 
     def explain(self, operation: str, error: BaseException) -> BackendError:
         """The error to raise; its `kind` is one of `DEFINITE` where waiting does not help."""
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         kind, meaning = _meaning(error, text)
         for secret in self._secrets:
             text = text.replace(secret, MASK)
@@ -61,6 +63,8 @@ def _meaning(error: BaseException, text: str) -> tuple[str, str]:  # noqa: PLR09
         return "tls", "the server's certificate is not trusted: check tls.ca, or the host name"
     if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
         return "tls", "the server speaks no TLS there"
+    if "refused" in text.lower() and isinstance(error, ERRORS):
+        return "connection", "nobody listens there: is the server running?"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
         return "deadline", "no answer in time"
     if isinstance(error, (exceptions.ConnectionError, OSError)):

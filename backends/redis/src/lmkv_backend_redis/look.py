@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from lmkv.errors import BackendError
 from lmkv.units import format_size
 from lmkv_backend_redis import talks
+from lmkv_backend_redis.failures import ERRORS
 
 if TYPE_CHECKING:
     from lmkv_backend_redis.layout import Names
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TRIAL: Final = b"lmkv"
-TRIAL_SECONDS: Final = 60.0
 _CONFIG: Final = "proto-max-bulk-len"
 
 
@@ -35,7 +35,7 @@ def look(store: Store, options: RedisOptions, names: Names, tier: str) -> None:
             client.ping()
             _limits(client, options)
         _advise(clients[0], options, tier)
-    except (RedisError, OSError, BackendError) as error:
+    except (*ERRORS, BackendError) as error:
         raise store.failures.explain("connect", error) from None
     _try(store, options, names, tier)
 
@@ -85,7 +85,7 @@ def _try(store: Store, options: RedisOptions, names: Names, tier: str) -> None:
     name = names.trial()
     into = memoryview(bytearray(len(TRIAL)))
     with store.exchange("a first frame", [name]) as ((channel, _),):
-        put = talks.put(channel, [name], [memoryview(TRIAL)], options.part_bytes, options.ttl or TRIAL_SECONDS)[0]
+        put = talks.put(channel, [name], [memoryview(TRIAL)], options.part_bytes, options.ttl)[0]
         got = talks.get(channel, [name], [into], options.part_bytes, options.ttl)[0]
         talks.ask_contains(channel, [name])
         talks.answer_contains(channel, [name])

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from lmkv.errors import BackendError, ClosedError
 from lmkv_backend_redis.channel import PlainChannel, RawChannel, ReplyError
-from lmkv_backend_redis.failures import Failures
+from lmkv_backend_redis.failures import ERRORS, Failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +182,7 @@ class Store:
                 lent.append((held[-1][1], indices))
             yield lent
             ok = True
-        except (RedisError, OSError, BackendError) as error:
+        except (*ERRORS, BackendError) as error:
             self._forget()
             if self._closed:
                 raise ClosedError(f"{self.target}: {operation} when it was closed") from None
@@ -200,7 +200,7 @@ class Store:
         for node in nodes:
             node.close()
         if client is not None:
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*ERRORS):
                 client.close()
 
     def _forget(self) -> None:
@@ -214,7 +214,7 @@ class Store:
         for node in nodes:
             node.drop()
         if client is not None:
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(*ERRORS):
                 client.close()
 
     def _node(self, name: object, client: Client, node: Client = None) -> Node:

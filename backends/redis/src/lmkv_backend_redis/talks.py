@@ -86,8 +86,11 @@ class _Reading:
         self.first: Reply = None
         self.head: Head | None = None
         self.outcome: Outcome | None = None
+        self.asked = 0
         self.parts = 0
         self.doomed = False
+        self.again = False
+        """It has more parts than were asked for before its head came: others store in smaller parts than we do."""
 
     def size(self, part: int) -> int:
         """Bytes that the reply is likely to have."""
@@ -140,6 +143,7 @@ class _Reading:
         same = reply == self.first
         self.doomed = self.doomed and same
         if self.outcome is None:
+            self.again = same and self.head is not None and self.head.parts > self.asked
             whole = same and self.head is not None and self.parts == self.head.parts
             self.outcome = OK(self.head.nbytes) if whole and self.head is not None else MISS
         elif not same and isinstance(self.outcome.error, FrameError):
@@ -159,6 +163,17 @@ def get(
 ) -> list[Outcome]:
     """Read frames; `ttl`: and begin their time anew. Frames of which a part is lost are a miss, and deleted."""
     readings = [_Reading(name, view, stride(part_bytes)) for name, view in zip(names, views, strict=True)]
+    _read(channel, readings, ttl)
+    for index, first in enumerate(readings):
+        if first.again and first.head is not None:
+            readings[index] = _Reading(first.name, first.view, first.head.stride)
+            _read(channel, readings[index : index + 1], ttl)
+    delete(channel, [reading.name for reading in readings if reading.doomed])
+    return [reading.outcome or MISS for reading in readings]
+
+
+def _read(channel: Channel, readings: Sequence[_Reading], ttl: float | None) -> None:
+    """Ask for frames, a window of bytes ahead, and take what comes."""
     todo = _questions(readings, () if ttl is None else (_EXTEND,))
     asked: deque[tuple[_Reading, int, int]] = deque()
     ahead = 0
@@ -180,8 +195,6 @@ def get(
             reading, what, size = asked.popleft()
             _answer(channel, reading, what)
             ahead -= size
-    delete(channel, [reading.name for reading in readings if reading.doomed])
-    return [reading.outcome or MISS for reading in readings]
 
 
 def _questions(readings: Sequence[_Reading], extra: Sequence[int]) -> Iterator[tuple[_Reading | None, int]]:
@@ -192,6 +205,7 @@ def _questions(readings: Sequence[_Reading], extra: Sequence[int]) -> Iterator[t
         while part < reading.count:
             yield reading, part
             part += 1
+            reading.asked = part
         yield reading, _LAST
         for each in extra:
             yield reading, each
