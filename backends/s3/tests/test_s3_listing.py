@@ -76,6 +76,30 @@ def test_a_listing_that_would_take_too_long_is_given_up(
     assert set(asked) == {"head_object"}
 
 
+def test_the_cheaper_way_is_learnt(fake: FakeS3, open_s3: Open) -> None:
+    """A store whose listings are slow is asked for each key, though there are many; and the other way round."""
+    s3 = open_s3(fake)
+    fill(fake, range(MANY))
+    keys = [make_key(n) for n in range(MANY)]
+    fake.script = lambda seen: time.sleep(1.0) if "list-type" in seen.target else None
+    for _ in range(2):
+        s3.contains(keys[: listing.FEWEST_MEASURED])
+        s3.contains(keys)
+    fake.seen.clear()
+    assert all(s3.contains(keys[: MANY // 2]))
+    assert set(kinds(fake)) == {"HEAD"}
+    fake.script = lambda seen: time.sleep(0.2) if seen.method == "HEAD" else None
+    for _ in range(4):
+        s3.contains(keys[:20])
+    fake.script = lambda _: None
+    s3._listing._prices.saw_page(0.001)
+    for _ in range(10):
+        next(s3._listing.objects(s3._names.frames))
+    fake.seen.clear()
+    assert all(s3.contains(keys[: MANY // 3]))
+    assert kinds(fake) == ["LIST"]
+
+
 def test_every_namespace_and_shard_is_looked_at(place: Place, open_s3: Open) -> None:
     s3 = open_s3(place)
     keys = [make_key(n, shard=n % 2) for n in range(2 * MANY)]

@@ -334,6 +334,9 @@ def test_read_only_takes_nothing(fake: FakeS3, open_s3: Open) -> None:
     s3 = open_s3(fake, read_only=True)
     assert [o.kind for o in s3.put([make_key(1)], [make_memory(FRAME)])] == [OutcomeKind.REJECTED]
     s3.describe(bytes(16), "{}")
+    s3.set_aside([make_key(1)])
+    with pytest.raises(BackendError, match="read_only"):
+        s3.clear()
     assert set(fake.counts) == {"GET"}
     with pytest.raises(ConfigError, match="cannot be written"):
         open_s3(fake)

@@ -82,7 +82,9 @@ class S3Backend(StorageBackendInterface):
         return self._frames.store(names, [memory.view for memory in objects], self._limit())
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove the objects."""
+        """Remove the objects; nothing where the tier is `read_only`."""
+        if self._options.read_only:
+            return
         self._listing.remove([self._names.frame(key) for key in keys])
 
     def scan(self) -> Iterator[StoredFrame]:
@@ -106,6 +108,10 @@ class S3Backend(StorageBackendInterface):
 
     def clear(self, namespace: bytes | None = None) -> None:
         """Remove every frame (of one namespace), page by page; the namespace's description stays."""
+        if self._options.read_only:
+            raise BackendError(
+                f"tier {self._tier!r} is read_only: nothing is cleared", kind="read-only", retryable=False
+            )
         folder = self._names.frames if namespace is None else self._names.folder(namespace)
         for page in self._listing.objects(folder):
             self._listing.remove([e["Key"] for e in page if self._names.parse(e["Key"]) is not None])

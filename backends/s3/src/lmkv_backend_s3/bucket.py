@@ -55,7 +55,7 @@ class Bucket:
 
     def __init__(self, options: S3Options, tier: str, deadline: float) -> None:
         self.name = options.bucket
-        self.read_only = options.read_only
+        self.express = options.express
         self._tier = tier
         self._client, self._transport = make_client(options, deadline)
         self._closed = threading.Event()

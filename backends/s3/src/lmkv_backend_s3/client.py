@@ -56,7 +56,8 @@ def make_client(options: S3Options, deadline: float) -> tuple[Any, Transport]:
     except (BotoCoreError, ValueError) as e:
         raise ConfigError(f"{e}") from None
     client.meta.events.register("before-send.s3", transport.send)
-    client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+    if not options.express:
+        client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
     return client, transport
 
 

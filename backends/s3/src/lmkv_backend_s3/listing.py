@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 PAGE: Final = 1000
 """Objects in an answer of a listing, and names in a request of removals, at most: rules of S3."""
-HEADS_PER_PAGE: Final = 64
-"""Requests about single objects that take as long as one page of a listing."""
+HEADS_PER_PAGE: Final = 100
+"""Requests about single objects that take as long as one page of a listing: until both have been measured."""
+FEWEST_MEASURED: Final = 8
+"""Requests at once that say what one of many takes."""
 FORGET_SECONDS: Final = 60.0
 SINGLES: Final = 3
 """So many removals go one by one."""
@@ -31,6 +33,32 @@ _NO_BATCHES: Final = {
     "NotImplemented",
     "UnsupportedOperation",
 }
+
+
+class Prices:
+    """How many requests about single objects take as long as a page of a listing, by what both took lately."""
+
+    def __init__(self) -> None:
+        self._page = 0.0
+        self._head = 0.0
+
+    @property
+    def heads_per_page(self) -> float:
+        """Requests per page."""
+        if not (self._page and self._head):
+            return HEADS_PER_PAGE
+        return min(max(self._page / self._head, HEADS_PER_PAGE / 10), HEADS_PER_PAGE * 10)
+
+    def saw_page(self, seconds: float) -> None:
+        """A page took so long."""
+        self._page = (self._page + seconds) / 2 if self._page else seconds
+
+    def saw_heads(self, number: int, seconds: float) -> None:
+        """So many requests, as many at once as there are connections, took so long in all."""
+        if number >= FEWEST_MEASURED:
+            each = seconds / number
+            self._head = (self._head + each) / 2 if self._head else each
+            self._page *= 0.95  # what was slow once is tried again some time
 
 
 class Listing:
@@ -45,8 +73,9 @@ class Listing:
         self._crew = crew
         self._names = names
         self._seconds = seconds
-        self._sorted = not bucket.name.endswith("--x-s3")
+        self._sorted = not bucket.express
         """Listings come in order of names; those of S3 Express don't."""
+        self._prices = Prices()
         self._large: dict[str, float] = {}
         """Folders whose listing was given up, and when."""
         self._batches = True
@@ -59,12 +88,15 @@ class Listing:
         for key in dict.fromkeys(keys):
             groups.setdefault(self._names.folder(key.namespace, key.shard), []).append(key)
         for folder, members in groups.items():
-            pages = len(members) // HEADS_PER_PAGE
+            pages = int(len(members) / self._prices.heads_per_page)
             if pages and time.monotonic() - self._large.get(folder, -FORGET_SECONDS) >= FORGET_SECONDS:
                 self._list(folder, members, pages, until, found)
         unknown = [key for key in dict.fromkeys(keys) if key not in found]
         jobs = [partial(self._bucket.exists, self._names.frame(key), until) for key in unknown]
-        for key, result in zip(unknown, self._crew.run(jobs), strict=True):
+        begin = time.monotonic()
+        results = self._crew.run(jobs)
+        self._prices.saw_heads(len(jobs), time.monotonic() - begin)
+        for key, result in zip(unknown, results, strict=True):
             if isinstance(result, Exception) and not isinstance(result, AbsentError):
                 raise result
             found[key] = result is True
@@ -112,7 +144,9 @@ class Listing:
 
     def _page(self, prefix: str, token: str | None, until: float) -> tuple[list[dict[str, Any]], str | None]:
         more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
+        begin = time.monotonic()
         answer = self._bucket.ask("list_objects_v2", until, Prefix=prefix, MaxKeys=PAGE, **more)
+        self._prices.saw_page(time.monotonic() - begin)
         return answer.get("Contents", []), answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
 
     def _remove(self, name: str) -> None:

@@ -69,7 +69,8 @@ class S3Options(BaseModel):
     )
     create: bool = Field(default=False, description="Create the bucket if it does not exist.")
     read_only: bool = Field(
-        default=False, description="Take no frames, and do not check that they could be written; with `write: never`."
+        default=False,
+        description="Take no frames, remove none, and do not check whether one could; with `write: never`.",
     )
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = Field(
         default=None, description="Encryption by the server. Default: what the bucket says."
@@ -184,6 +185,11 @@ class S3Options(BaseModel):
     def tls(self) -> bool:
         """Whether the connection is encrypted."""
         return self.endpoint is None or self.endpoint.startswith("https:")
+
+    @property
+    def express(self) -> bool:
+        """Whether it is a directory bucket of S3 Express, which differs: listings without order, no MD5."""
+        return self.bucket.endswith("--x-s3")
 
     def check(self, context: BackendContext) -> list[str]:  # noqa: ARG002  what every backend's options are asked
         """What would stop the tier from starting, found without asking the store."""
