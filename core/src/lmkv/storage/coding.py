@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
 
 from lmkv.errors import BackendError
 from lmkv.frame import Trailer, frame_bytes, seal
 from lmkv.memory import MemoryObject
 from lmkv.specs import Payload
+from lmkv.types import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,13 +67,24 @@ def encoded(item: PutItem, codec: Codec) -> MemoryObject:
 
 
 def _frame(nbytes: int, parts: Sequence[Buffer], trailer: Trailer) -> MemoryObject:
-    buffer = memoryview(mmap.mmap(-1, nbytes))
+    made = aligned(nbytes)
     at = 0
     for part in parts:
-        buffer[at : at + len(part)] = part
+        made.view[at : at + len(part)] = part
         at += len(part)
-    seal(buffer, trailer)
-    return MemoryObject.over(buffer)
+    seal(made.view, trailer)
+    return made
+
+
+def aligned(nbytes: int) -> MemoryObject:
+    """Memory of its own, on the boundary that direct I/O asks for.
+
+    From the allocator, which has it from the last frame: in a new mapping each page costs a fault, all of them together
+    as long as the encoding of what goes in.
+    """
+    room = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return MemoryObject.over(room[start : start + nbytes])
 
 
 def decode(source: MemoryObject, trailer: Trailer, target: MemoryObject, codec: Codec) -> None:

@@ -8,7 +8,6 @@ needs none: its own frames can be listed.
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -16,9 +15,8 @@ from lmkv.codec.chain import SEPARATOR
 from lmkv.errors import WRONG_KEY, BackendError, FrameError, UnreadableError
 from lmkv.frame import Trailer, frame_bytes, parse_trailer, verify
 from lmkv.layout import PageLayout, PageRun
-from lmkv.memory import MemoryObject
 from lmkv.storage.codecs import reader
-from lmkv.storage.coding import IDENTITY, PutItem, encoded, payload, stored_bound
+from lmkv.storage.coding import IDENTITY, PutItem, aligned, encoded, payload, stored_bound
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ def sample(key: ChunkKey, nbytes: int) -> PutItem:
     """A frame to try a tier with: one page of bfloat16 from 0.5 to 2, which every codec takes; `nbytes` in 32s."""
     noise = hashlib.shake_128(key.digest).digest(nbytes // 2)
     layout = PageLayout("sample", "bfloat16", 16, (PageRun(0, 0, nbytes, nbytes),))
-    obj = _memory(frame_bytes(nbytes, 0))
+    obj = aligned(frame_bytes(nbytes, 0))
     obj.view[0:nbytes:2] = memoryview(noise)
     obj.view[1:nbytes:2] = memoryview(b"\x3f" * (nbytes // 2))
     return PutItem(key, obj, Trailer(key, b"", 1, (), IDENTITY, nbytes, nbytes), sealed=False, layout=layout.describe())
@@ -49,7 +47,7 @@ def leave_mark(backend: StorageBackendInterface, codecs: Callable[[str], Codec],
         UnreadableError: of kind `WRONG_KEY`: the store's frames are written with another key of the same name.
         BackendError: the store does not answer as it should.
     """
-    into = _memory(stored_bound(frame_bytes(_BYTES, 0)))
+    into = aligned(stored_bound(frame_bytes(_BYTES, 0)))
     outcome = backend.get([MARK], [into])[0]
     if outcome.error is not None:
         raise BackendError(f"reading the mark of the key: {outcome.error}") from outcome.error
@@ -68,7 +66,7 @@ def look_at_frames(backend: StorageBackendInterface, codecs: Callable[[str], Cod
     """
     seal = codec.name.rpartition(SEPARATOR)[2]  # what seals is the last of a chain
     for frame in deque((frame for frame in backend.scan() if _codec(frame).rpartition(SEPARATOR)[2] == seal), maxlen=1):
-        into = _memory(frame.nbytes)
+        into = aligned(frame.nbytes)
         if backend.get([frame.key], [into])[0].ok and not _read(into.view, frame.key, codecs):
             return "the last frame there was written with a key that is not given here, or is damaged"
     return ""
@@ -79,11 +77,6 @@ def _codec(frame: StoredFrame) -> str:
         return parse_trailer(frame.trailer).codec
     except FrameError:
         return ""
-
-
-def _memory(nbytes: int) -> MemoryObject:
-    """Aligned, as backends may want it."""
-    return MemoryObject.over(mmap.mmap(-1, nbytes))
 
 
 def _read(view: memoryview, key: ChunkKey, codecs: Callable[[str], Codec]) -> bool:
