@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from lmkv.cli import check
 from lmkv.cli.probe import Result, probe
 from lmkv.config import load_config
 from lmkv.engine import CacheEngine
+from lmkv.errors import ConfigError, PluginError
 from lmkv.hookspecs import hookimpl
 from lmkv.plugins import PluginHost
 from lmkv.service import LocalClient, ThreadHost
@@ -23,7 +25,7 @@ from lmkv.storage.codecs import Codecs
 from lmkv.storage.keymark import MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from lmkv.memory import MemoryObject
@@ -87,6 +89,37 @@ def test_check_tells_a_wrong_key_by_the_frames_that_are_there(
     assert "key: encrypted with another key than the one given here as 'k': give the right one" in output
     assert "written with a key that is not given here" in run(stack(tmp_path, aes("n", n=TWO)), capsys)
     assert "not given here" not in run(stack(tmp_path, aes("n", n=TWO, k=ONE)), capsys)
+
+
+def test_an_engine_compresses_with_chains(tmp_path: Path) -> None:
+    host = ThreadHost(load_config(stack(tmp_path, aes("k", k=ONE)), host=PluginHost.discover(), environ={}))
+    try:
+        pages = Pages()
+        with CacheEngine(LocalClient(host, "test"), namespace(), gpu=pages.gpu) as engine:
+            tokens, ids = np.arange(16), np.arange(8)
+            pages.compute(tokens, ids)
+            before = [buffer[ids].copy() for buffer in pages.buffers]
+            assert engine.store(tokens, ids).all()
+            for codec in ("zlib+aes-gcm", "bf16-planes+zstd+aes-gcm", "aes-gcm"):
+                assert until(lambda codec=codec: engine.compress(tokens, "disk", codec) == 2), codec
+                assert engine.clear("cpu") == {"cpu": 2}
+                for buffer in pages.buffers:
+                    buffer[ids] = 0
+                assert engine.retrieve(tokens, ids).all()
+                assert all(
+                    np.array_equal(buffer[ids], kept) for buffer, kept in zip(pages.buffers, before, strict=True)
+                )
+            with pytest.raises(ConfigError, match=r"tier 'disk' encrypts \(zstd\+aes-gcm\): it stores nothing with"):
+                engine.decompress(tokens, "disk")
+            with pytest.raises(PluginError, match="no codec 'zlb'"):
+                engine.compress(tokens, "disk", "zlb+aes-gcm")
+    finally:
+        host.close()
+
+
+def until(done: Callable[[], bool]) -> bool:
+    """Stores go on their way after the call."""
+    return any(done() or time.sleep(0.05) for _ in range(100))  # type: ignore[func-returns-value]
 
 
 def test_check_tells_a_missing_library(
