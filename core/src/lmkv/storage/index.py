@@ -100,6 +100,11 @@ class Entry:
                 return False
         return True
 
+    @property
+    def visible(self) -> bool:
+        """Look-ups may find it: it is in the index of its namespace."""
+        return self.namespace.entries.get(self.digest) is self
+
     def part(self, shard: int, nbytes: int, key: ChunkKey | None = None) -> Shard:
         """The record of one shard, made if it is not there; `nbytes` of its identity-coded frame, `key` if at hand."""
         found = self.shards.get(shard)

@@ -113,11 +113,22 @@ class StorageManager:
             tail=config.tail,
             offer=Rules(config.offer.mode == "measured", config.offer.min_tokens, config.offer.max_wait),
         )
-        await manager.recover()
+        try:
+            await asyncio.to_thread(manager.attach)
+            await manager.recover()
+        except BaseException:
+            await manager.close(1.0)
+            raise
         for tier in tiers:
             tier.look()
         manager.gauge()
         return manager
+
+    def attach(self) -> None:
+        """Show the pool to the backends that register it. Blocks."""
+        for tier in self.stack.tiers:
+            if tier.backend.capabilities.registered_memory:
+                tier.backend.attach(self.pool)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -198,14 +209,21 @@ class StorageManager:
     async def _keep_house(self, interval: float) -> None:
         while True:
             await asyncio.sleep(interval)
-            for number in self.holdings.expired():
-                self.end_lease(number)
-                self.metrics.inc("lmkv_leases_expired_total")
-            for tier in self.stack.tiers:
-                tier.tidy()
-            now = time.monotonic()
-            self.pinned = {entry for entry in self.pinned if entry.pinned_until > now and not entry.doomed}
-            self.gauge()
+            try:
+                self._tidy()
+            except Exception:
+                # One fault must not let every later lease last for ever.
+                log.exception("housekeeping failed", extra={"key": "housekeeping"})
+
+    def _tidy(self) -> None:
+        for number in self.holdings.expired():
+            self.end_lease(number)
+            self.metrics.inc("lmkv_leases_expired_total")
+        for tier in self.stack.tiers:
+            tier.tidy()
+        now = time.monotonic()
+        self.pinned = {e for e in self.pinned if e.pinned_until > now and e.visible}
+        self.gauge()
 
     def gauge(self) -> None:
         """Bring the gauges up to date."""
