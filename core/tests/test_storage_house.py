@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import pytest
 from storage_rig import Client, Shelf, chain, namespace, storage
 
 from lmkv.backend import WrapperBackend
@@ -16,6 +15,8 @@ from lmkv.storage.manager import StorageManager
 from lmkv.types import Capabilities
 
 if TYPE_CHECKING:
+    import pytest
+
     from lmkv.memory import Pool
 
 
