@@ -11,6 +11,7 @@ from storage_rig import CHUNK_TOKENS, FRAME, Client, Shelf, chain, namespace, st
 
 from lmkv.service import protocol as p
 from lmkv.storage import load_queue, loads, offers
+from lmkv.storage.cost import Cost
 from lmkv.storage.offers import Rules, Timetable
 
 if TYPE_CHECKING:
@@ -33,13 +34,17 @@ def one_frame_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 SETTINGS: dict[str, Any] = {"capacity": 1000 * FRAME, "threads": 1, "deadline": 10.0}
 
 
-def teach(
-    manager: StorageManager, latency: float, each: float, *, tier: str = "shelf1", at: float | None = None
-) -> None:
-    """A load takes `latency` seconds, and `each` seconds more for a frame."""
-    cost = manager.tier(tier).cost("get")
-    for frames in (1, 4, 2, 8, 3, 6, 1, 4):
-        cost.note(frames * FRAME, latency + frames * each, 1, time.monotonic() if at is None else at)
+def teach(manager: StorageManager, latency: float, each: float, *, ago: float = 0.0) -> None:
+    """A load takes `latency` seconds, and `each` seconds more for a frame; so it was until `ago` seconds ago."""
+    cost = Cost()
+    took = [(frames, latency + frames * each) for frames in (1, 4, 2, 8, 3, 6, 1, 4)]
+    began = time.monotonic() - ago - sum(seconds for _, seconds in took)
+    for frames, seconds in took:
+        cost.note(frames * FRAME, began, began + seconds)
+        began += seconds
+    calls = manager.tier("shelf1")._calls
+    assert calls is not None
+    calls.costs["get"] = cost
 
 
 async def below_ram(client: Client, chunks: int, start: int = 0) -> KeyChain:
@@ -203,7 +208,7 @@ def test_a_tier_that_is_not_used_is_measured_now_and_then(monkeypatch: pytest.Mo
         async with storage(ram=60 * FRAME, below=[(shelf, SETTINGS)]) as manager:
             client = Client(manager, namespace())
             keys = await below_ram(client, 10)
-            teach(manager, 0.0, 0.5, at=time.monotonic() - offers.EXPLORE_SECONDS - 1)
+            teach(manager, 0.0, 0.5, ago=offers.EXPLORE_SECONDS + 1)
             shelf.calls.clear()
             begin = time.monotonic()
             assert (await client.look_up(keys, rate=1000.0)).chunks == 0

@@ -273,7 +273,7 @@ class Calls:
                 breaker.succeeded()
         cost = self.costs.get(request.op)
         if cost is not None and error is None and not failed:
-            cost.note(sum(o.nbytes for o in outcomes), seconds, call.company, time.monotonic())
+            cost.note(sum(o.nbytes for o in outcomes), call.began, call.began + seconds)
         if error is not None or failed:
             cause = error or failed[0]
             self.last_error = f"{request.op}: {type(cause).__name__}: {cause}"

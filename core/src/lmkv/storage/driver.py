@@ -66,12 +66,11 @@ class Call:
 
     Attributes:
         began: time (`time.monotonic`) at which it began to run; 0 before.
-        company: calls that moved bytes while it ran, itself included, on average over that time; set when it returns.
         timer: of its deadline, kept by whoever keeps deadlines.
     """
 
     __slots__ = (
-        "abandoned", "began", "company", "done", "lane", "nbytes", "objects", "order", "timer", "work",
+        "abandoned", "began", "done", "lane", "nbytes", "objects", "order", "timer", "work",
     )  # fmt: skip
 
     def __init__(
@@ -84,7 +83,6 @@ class Call:
         self.order = order
         self.lane = lane
         self.began = 0.0
-        self.company = 1.0
         self.timer: asyncio.TimerHandle | None = None
         self.abandoned = False
 
@@ -118,9 +116,6 @@ class Driver:
         self.threads = threads
         self.loads = Lane()
         self.stores = Lane()
-        self._moving = 0
-        self._company = 0.0
-        self._counted = 0.0
         self._order = itertools.count()
         self._heap: list[tuple[int, int, Call]] = []
         self._wake = threading.Condition()
@@ -252,31 +247,15 @@ class Driver:
                     lane.running += 1
                     lane.running_bytes += call.nbytes
                     call.began = time.monotonic()
-                    self._crowd(call, 1)
                     return call
                 if self._closed:
                     return None
                 self._wake.wait()
 
-    def _crowd(self, call: Call, change: int) -> None:
-        """A call that moves bytes begins (1) or ends (-1): keep the sum of their number over time."""
-        now = time.monotonic()
-        self._company += self._moving * (now - self._counted)
-        self._counted = now
-        if call.nbytes:
-            self._moving += change
-        if change > 0:
-            call.company = self._company
-        elif now > call.began:
-            call.company = max(1.0, (self._company - call.company) / (now - call.began))
-        else:
-            call.company = 1.0
-
     def _returned(self, call: Call) -> None:
         with self._wake:
             call.lane.running -= 1
             call.lane.running_bytes -= call.nbytes
-            self._crowd(call, -1)
 
     def _serve(self) -> None:
         while (call := self._next()) is not None:

@@ -58,19 +58,19 @@ class Offer(NamedTuple):
 class Timetable:
     """When the loads of one tier end, as more and more frames are added; all of them behind what waits already.
 
-    Frames make batches as in `Loads`, batches go to the thread that is free first.
+    Frames make batches as in `Loads`, batches go to the thread that is free first, and threads take turns on what they
+    share (see `lmkv.storage.cost`).
     """
 
     def __init__(self, tier: Tier, backlog: tuple[int, int]) -> None:
         threads = tier.settings.threads
         self.end = 0.0
         """Seconds until all that was added is in the pool; 0 while the tier's cost is not known."""
-        self._loads = tier.cost("get")
+        self._model = tier.cost("get").model
         self._decodes = tier.cost("decode")
-        self._threads = threads
-        self._calls = backlog[0]
-        self._ahead = self._loads.drain(*backlog, threads) or 0.0
+        self._ahead = tier.cost("get").drain(*backlog, threads) or 0.0
         self._free = [self._ahead] * threads
+        self._link = self._ahead
         self._nbytes = self._frames = 0
 
     def wait(self) -> None:
@@ -81,15 +81,15 @@ class Timetable:
         """One more frame."""
         self._nbytes += nbytes
         self._frames += 1
-        seconds = self._loads.seconds(self._nbytes, min(self._threads, self._calls + 1))
-        if seconds is None:
+        if self._model is None:
             return
-        seconds += self._decodes.seconds(self._nbytes) or 0.0
-        end = self._free[0] + seconds
+        ready = self._free[0] + self._model.latency + self._nbytes * self._model.own
+        moved = max(ready, self._link) + self._nbytes * self._model.shared
+        end = moved + (self._decodes.seconds(self._nbytes) or 0.0)
         self.end = max(self.end, end)
         if full(self._nbytes, self._frames):
             heapq.heapreplace(self._free, end)
-            self._calls += 1
+            self._link = moved
             self._nbytes = self._frames = 0
 
 
