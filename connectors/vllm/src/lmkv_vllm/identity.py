@@ -3,10 +3,11 @@
 A frame may be used again only by an engine whose model gives the same KV. What is compared:
 
 * the model's name, revision, dtype, quantisation and the resolved Hugging Face configuration (so overrides count);
-* the weights: name, size and content name (a hub blob) or modification time (a plain folder) of every weight file. A
-  folder copied without its times (`cp` instead of `cp -a`) therefore counts as another model: a miss, not a wrong hit;
+* the weights, see `lmkv_vllm.weights`; those that cannot be told from others are equal to no other process's;
+* all of vLLM's settings for media but those that say where and when something is computed: the ids that vLLM gives to
+  media name what was sent, not what the settings of the engine make of it;
 * vLLM's version, since pages are its private format;
-* for a request: adapter (name, path and the same fingerprint of its files), media ids with their spans, `cache_salt`.
+* for a request: adapter (name, path and a fingerprint of its files), media ids with their spans, `cache_salt`.
 
 Weights changed in memory cannot be seen: vLLM calls `reset_cache` for those.
 """
@@ -20,80 +21,109 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.keys import Extras, MediaSpan
+from lmkv_vllm.guard import INCIDENTS, logger
+from lmkv_vllm.weights import WEIGHTS, files_fingerprint, model_folder, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".npcache", ".tensors")
 _NAMELESS_MEDIA: Final = re.compile(r"renderer\d+-mm-\d+-")
 """vLLM numbers media instead of hashing them when both of its caches are off: such ids mean nothing elsewhere."""
 _NO_EXTRAS: Final = Extras()
 _ROPE_BY_LENGTH: Final = ("longrope", "su", "dynamic")
 """Kinds of RoPE whose factors depend on the length that the engine was started for."""
+_FROM_FILES: Final = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "gguf", "bitsandbytes",
+    "sharded_state", "runai_streamer", "runai_streamer_sharded",
+})  # fmt: skip
+"""Ways of loading that take the weights from files in the model's folder."""
+_PLAIN: Final = (None, "", "auto", False)
+_MODEL_FIELDS: Final = (
+    "quantization", "quantization_config", "model_impl", "model_class_overrides", "code_revision",
+    "disable_sliding_window",
+)  # fmt: skip
+"""Fields of vLLM's model configuration that say how the same files are computed with."""
+_MEDIA_ELSEWHERE: Final = frozenset({
+    "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "limit_per_prompt",
+    "mm_encoder_fp8_scale_save_margin", "mm_encoder_fp8_scale_save_path", "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
+    "skip_mm_profiling",
+})  # fmt: skip
+"""Settings for media that the result does not depend on. All others count, also those that vLLM will have one day."""
 
 
 def model_identity(vllm_config: Any) -> tuple[str, str, dict[str, str]]:
     """Model name, revision, and everything else about the weights that the KV depends on."""
-    model = vllm_config.model_config
+    model, load = vllm_config.model_config, vllm_config.load_config
     name, revision = str(model.model), str(model.revision or "")
+    way = _plain(getattr(load, "load_format", None) or "auto")
     extra = {
-        "weights": files_fingerprint(model_folder(name, revision), WEIGHTS),
+        "weights": _weights(model, load),
         "config": _config_digest(model.hf_config),
         "dtype": _plain(model.dtype),
     }
-    optional = {
-        "quantization": getattr(model, "quantization", None),
-        "load_format": _unless(getattr(vllm_config.load_config, "load_format", None), ("auto", "hf", "safetensors")),
-        "rope_length": model.max_model_len if _rope_depends_on_length(model.hf_config) else None,
-    }
-    if str(optional["load_format"]) == "dummy":
+    optional = {key: getattr(model, key, None) for key in _MODEL_FIELDS}
+    optional["load_format"] = None if way in {"auto", "hf", "safetensors"} else way
+    optional["media"] = _media_digest(getattr(model, "multimodal_config", None))
+    if _rope_depends_on_length(model.hf_config):
+        optional["rope_length"] = model.max_model_len
+    if way == "dummy":
         optional["seed"] = model.seed
-    if (speculative := getattr(vllm_config, "speculative_config", None)) is not None:
-        draft = str(getattr(speculative, "model", None) or "")
-        draft_revision = str(getattr(speculative, "revision", None) or "")
-        weights = files_fingerprint(model_folder(draft, draft_revision), WEIGHTS)
-        optional["speculative"] = f"{getattr(speculative, 'method', '')}:{draft}:{weights}"
-    extra.update({key: _plain(value) for key, value in optional.items() if value not in (None, "")})
+    if (lora := getattr(vllm_config, "lora_config", None)) is not None:
+        optional["adapter_dtype"] = getattr(lora, "lora_dtype", None)
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        optional["speculative"] = _draft(vllm_config, extra["weights"])
+    extra.update({key: _text(value) for key, value in optional.items() if value or value not in _PLAIN})
     return name, revision, extra
 
 
-def model_folder(name: str, revision: str) -> Path | None:
-    """The local folder of a model: itself a folder, or its snapshot in the hub's cache."""
-    if not name:
-        return None
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.is_file():
-        return path.parent
-    try:
-        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  only for hub ids; comes with vLLM
-    except ImportError:
-        return None
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision or None)
-    except ValueError:  # not the name of a repository
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+def _weights(model: Any, load: Any) -> str:
+    """The fingerprint of a model's weights, or a word that no other process has."""
+    way = _plain(getattr(load, "load_format", None) or "auto")
+    if way == "dummy":
+        return "dummy"
+    name = str(getattr(model, "model_weights", None) or model.model)  # an object store's address, where it is one
+    found = None
+    if way in _FROM_FILES:
+        revision, place = str(getattr(model, "revision", None) or ""), getattr(load, "download_dir", None)
+        found = files_fingerprint(model_folder(name, revision, place))
+    if found is None:
+        logger.warning(
+            "the weights of %s (loaded by %r) cannot be told from others: nothing that is cached now is found by the "
+            "next start of this engine, or by another one. Load them from a local folder or from the Hugging Face "
+            "cache to change that", name, way,
+        )  # fmt: skip
+        found = unknown()
+    return found
 
 
-def files_fingerprint(folder: Path | None, suffixes: Iterable[str]) -> str:
-    """Digest over the files of `folder` with these suffixes; `unknown` when there is no folder.
+def _draft(vllm_config: Any, weights: str) -> str:
+    """How tokens are guessed, and with which weights: a draft model may share the pages.
 
-    Of each: name, size, and the blob that a hub cache's link points to (named by its content), else the time of change.
+    `weights`: the model's own, which some ways of guessing use.
     """
-    if folder is None:
-        return "unknown"
-    lines = []
-    wanted = tuple(suffixes)
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in wanted:
-            continue
-        real = path.resolve()
-        stat = real.stat()
-        content = real.name if real.parent.name == "blobs" else str(stat.st_mtime_ns)
-        lines.append(f"{path.name}\0{stat.st_size}\0{content}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+    speculative, load = vllm_config.speculative_config, vllm_config.load_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if (
+        draft is not None
+        and draft is not vllm_config.model_config
+        and str(draft.model) != vllm_config.model_config.model
+    ):
+        weights = _weights(draft, getattr(speculative, "draft_load_config", None) or load)
+    return f"{_plain(getattr(speculative, 'method', None))}:{getattr(speculative, 'model', None) or ''}:{weights}"
+
+
+def _media_digest(multimodal: Any) -> str | None:
+    """Digest of the settings that decide what the model makes of media; None for a model of text only."""
+    if multimodal is None:
+        return None
+    values = {key: value for key, value in vars(multimodal).items() if key not in _MEDIA_ELSEWHERE}
+    if scales := values.get("mm_encoder_fp8_scale_path"):
+        try:
+            values["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+        except OSError:
+            values["scales"] = unknown()
+    return _digest(values)
 
 
 def _config_digest(hf_config: Any) -> str:
@@ -101,6 +131,10 @@ def _config_digest(hf_config: Any) -> str:
     values = dict(hf_config.to_dict())
     for field in ("_name_or_path", "transformers_version", "architectures_source", "_commit_hash"):
         values.pop(field, None)
+    return _digest(values)
+
+
+def _digest(values: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -114,9 +148,9 @@ def _plain(value: object) -> str:
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
 
-def _unless(value: object, plain: tuple[str, ...]) -> str | None:
-    text = _plain(value)
-    return None if value is None or text in plain else text
+def _text(value: object) -> str:
+    """A value of a configuration as text."""
+    return json.dumps(value, sort_keys=True, default=str) if isinstance(value, (dict, list)) else _plain(value)
 
 
 class RequestExtras:
@@ -142,12 +176,24 @@ class RequestExtras:
         )
 
     def _adapter_version(self, lora: Any) -> str:
+        """Path and fingerprint of an adapter's files, taken when it is first used or is loaded anew in place.
+
+        One that is named by a repository is fetched by the workers later, in whatever version there is then: it has a
+        word of its own in this process.
+        """
         key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
         known = self._adapters.get(key)
         if known is None or getattr(lora, "load_inplace", False):
-            folder = model_folder(lora.lora_path, "")
-            known = f"{lora.lora_path}:{files_fingerprint(folder, (*WEIGHTS, '.json'))}"
-            self._adapters[key] = known
+            path = Path(lora.lora_path).expanduser()
+            found = files_fingerprint(path if path.is_dir() else None, (*WEIGHTS, ".json"))
+            if found is None:
+                INCIDENTS.note(
+                    "adapter",
+                    f"{lora.lora_name} ({lora.lora_path}) is no local folder with weights: what is cached for it is "
+                    "found by this process only. Give the folder that it was downloaded to to change that",
+                )
+            kind = ":3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+            known = self._adapters[key] = f"{lora.lora_path}:{found or unknown()}{kind}"
         return known
 
 
