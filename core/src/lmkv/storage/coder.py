@@ -29,21 +29,23 @@ class Coder:
         tier: its name, for messages.
         own: name of the codec (or chain) that the tier is configured with.
         codecs: codecs by name, see `lmkv.storage.codecs`.
+        shared: others read the store too.
     """
 
-    def __init__(self, tier: str, backend: StorageBackendInterface, own: str, codecs: Callable[[str], Codec]) -> None:
+    def __init__(self, tier: str, own: str, codecs: Callable[[str], Codec], *, shared: bool) -> None:
         self.own = own
         self._tier = tier
-        self._backend = backend
         self._codecs = codecs
-        self._marked = not backend.capabilities.shared
+        self._marked = not shared
 
     def bound(self, nbytes: int, codec: str | None = None) -> int:
         """The most bytes that a frame takes here whose identity-coded one has `nbytes`."""
         return nbytes if (codec or self.own) == IDENTITY else stored_bound(nbytes)
 
-    def encode(self, items: Sequence[PutItem], codec: str | None = None) -> list[MemoryObject]:
-        """The frames as they are to be stored. Blocks.
+    def encode(
+        self, items: Sequence[PutItem], backend: StorageBackendInterface, codec: str | None = None
+    ) -> list[MemoryObject]:
+        """The frames as they are to be stored in `backend`. Blocks.
 
         Raises:
             LmkvError: a codec refuses; nothing may be stored then.
@@ -51,11 +53,13 @@ class Coder:
         chosen = self._codecs(codec or self.own)
         if chosen.seals and not self._marked:
             self._marked = True
-            self._mark(chosen)
+            self._mark(backend, chosen)
         return [encoded(item, chosen) for item in items]
 
-    def decode(self, source: MemoryObject, trailer: Trailer, target: MemoryObject) -> None:
-        """Make the identity-coded frame in `target`. A payload that is none of its codec's is set aside. Blocks.
+    def decode(
+        self, source: MemoryObject, trailer: Trailer, target: MemoryObject, backend: StorageBackendInterface
+    ) -> None:
+        """Make the identity-coded frame in `target`. What is no payload of its codec is set aside in `backend`. Blocks.
 
         Raises:
             UnreadableError: its codec or key is not here: it stays where it is.
@@ -66,7 +70,7 @@ class Coder:
         except UnreadableError:
             raise
         except FrameError:
-            self._backend.set_aside([trailer.key])
+            backend.set_aside([trailer.key])
             raise
 
     def check(self, codec: str) -> None:
@@ -87,8 +91,8 @@ class Coder:
             if refusal := own.refusal(dtype):
                 raise ConfigError(f"tier {self._tier!r}: codec {own.name!r} {refusal}", kind="codec")
 
-    def _mark(self, codec: Codec) -> None:
+    def _mark(self, backend: StorageBackendInterface, codec: Codec) -> None:
         try:
-            leave_mark(self._backend, self._codecs, codec)
+            leave_mark(backend, self._codecs, codec)
         except (LmkvError, OSError) as error:
             log.warning("tier %s: %s", self._tier, error, extra={"key": ("mark", self._tier)})

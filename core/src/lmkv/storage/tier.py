@@ -74,7 +74,7 @@ class Tier(Inventory):
         self.resident = isinstance(backend, ResidentBackend)
         self.shared = backend.capabilities.shared
         self.on_late_put: Callable[[ChunkKey], None] = lambda _: None
-        self.coder = Coder(settings.name, backend, settings.codec, codecs)
+        self.coder = Coder(settings.name, settings.codec, codecs, shared=backend.capabilities.shared)
         self._flushing = False
         self._doubtful: set[ChunkKey] = set()
         self._undescribed: dict[bytes, str] = {}
@@ -149,7 +149,7 @@ class Tier(Inventory):
             if dying:
                 self.backend.delete(dying)
                 deleted = True
-            frames = self.coder.encode(items, codec)
+            frames = self.coder.encode(items, self.backend, codec)
             broke_off = True
             outcomes = list(self.backend.put(keys, frames))
             broke_off = False
@@ -192,7 +192,7 @@ class Tier(Inventory):
         """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed; or say why not."""
 
         def work() -> list[Outcome]:
-            self.coder.decode(source, trailer, target)
+            self.coder.decode(source, trailer, target, self.backend)
             return [OK(target.nbytes)]
 
         return miss_reason((await self._run("decode", 1, work, _ignore, [source, target], priority))[0])
