@@ -20,7 +20,7 @@ from lmkv.plugins import PluginHost
 from lmkv.service import protocol as p
 from lmkv.storage.codecs import Codecs
 from lmkv.storage.keymark import MARK, leave_mark, look_at_frames
-from lmkv.types import ChunkKey, HealthState, MissReason
+from lmkv.types import FAILED, ChunkKey, HealthState, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -480,6 +480,22 @@ def test_the_mark_of_a_shared_store_tells_a_wrong_key(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(body())
+
+
+def test_the_mark_is_tried_again_after_a_failure() -> None:
+    async def body() -> None:
+        shelf = Shelf(shared=True)
+        shelf.on_get = lambda keys: [FAILED(OSError("down"))] * len(keys)
+        async with below(shelf, "aes-gcm", keyed(k=ONE)) as manager:
+            client = await stored(manager, range(4))
+            assert not shelf.frames
+            shelf.on_get = lambda _: None
+            client.store(client.frames(chain(range(100, 104))))
+            await client.settled()
+            assert MARK in shelf.frames
+            assert len(shelf.frames) == 2
+
+    asyncio.run(body())
 
 
 def test_no_mark_where_nothing_is_encrypted_or_shared() -> None:

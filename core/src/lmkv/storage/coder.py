@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lmkv.errors import ConfigError, FrameError, LmkvError, UnreadableError
+from lmkv.errors import ConfigError, FrameError, UnreadableError
 from lmkv.storage.codecs import reader
 from lmkv.storage.coding import IDENTITY, decode, encoded, stored_bound
 from lmkv.storage.keymark import leave_mark
@@ -48,11 +48,10 @@ class Coder:
         """The frames as they are to be stored in `backend`. Blocks.
 
         Raises:
-            LmkvError: a codec refuses; nothing may be stored then.
+            BackendError: a codec refuses, or a shared store does not answer; nothing may be stored then.
         """
         chosen = self._codecs(codec or self.own)
         if chosen.seals and not self._marked:
-            self._marked = True
             self._mark(backend, chosen)
         return [encoded(item, chosen) for item in items]
 
@@ -92,7 +91,9 @@ class Coder:
                 raise ConfigError(f"tier {self._tier!r}: codec {own.name!r} {refusal}", kind="codec")
 
     def _mark(self, backend: StorageBackendInterface, codec: Codec) -> None:
+        """Look for the mark of the key once; a store that does not answer is asked again with the next put."""
         try:
             leave_mark(backend, self._codecs, codec)
-        except (LmkvError, OSError) as error:
+        except UnreadableError as error:
             log.warning("tier %s: %s", self._tier, error, extra={"key": ("mark", self._tier)})
+        self._marked = True
