@@ -40,7 +40,10 @@ class Child:
         while core.has_unfinished_requests():
             before = time.monotonic()
             done = core.step()
-            longest = max(longest, time.monotonic() - before)
+            took = time.monotonic() - before
+            longest = max(longest, took)
+            if took < 0.001:  # every request waits for its load: don't take the core from those who load
+                time.sleep(0.001)
             for output in done:
                 if output.finished:
                     out[names[output.request_id.split("-")[0]]] = {

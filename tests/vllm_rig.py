@@ -41,11 +41,12 @@ def questions(documents: int = 4, first: int = 0) -> dict[str, list[int]]:
 
 
 def stack(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """A RAM tier above `tiers`."""
+    """A RAM tier above `tiers`. All that is there is offered: the tiny model computes faster than any store answers."""
     ram = {"name": "ram", "backend": "cpu", "capacity": "64MiB"}
     return {
         "chunk_tokens": CHUNK,
         "pool": {"size": "96MiB", "prefault": False, "hugepages": "off"},
+        "offer": {"mode": "always"},
         "tiers": [ram, *tiers],
         **more,
     }
@@ -58,6 +59,7 @@ class Vllm:
         place: a folder with a short path, where the sockets of its services are: engines with the same place and stack
             share a service.
         stack: lmkv's configuration; None: without lmkv.
+        engine: arguments of vLLM, and `patience`: how long a look-up may take (a test is in no hurry).
     """
 
     def __init__(self, place: Path, stack: dict[str, Any] | None, **engine: Any) -> None:
@@ -65,7 +67,7 @@ class Vllm:
         self.place = place
         place.mkdir(parents=True, exist_ok=True)
         self._log = place / f"vllm-{os.urandom(4).hex()}.log"
-        self._start = {"do": "start", "stack": stack, **engine}
+        self._start = {"do": "start", "stack": stack, "patience": "30s", **engine}
 
     def __enter__(self) -> Self:
         theirs, mine = os.pipe(), os.pipe()

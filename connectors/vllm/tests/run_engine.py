@@ -48,7 +48,7 @@ class Engine:
             "kv_connector_module_path": "lmkv_vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"lmkv.config": stack, "lmkv.lookup_deadline": "5s"},
+            "kv_connector_extra_config": {"lmkv.config": stack, "lmkv.lookup_deadline": more.pop("patience", "5s")},
         }
         arguments: dict[str, Any] = {
             "enforce_eager": True,
