@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fake_engine import CHUNK, Request, Shape, prompts, tokens
+import pytest
+from fake_engine import CHUNK, Request, Shape, namespace, prompts, tokens
 
-from lmkv.engine import StoreItem, StoreResult, frame_of
+from lmkv.engine import RetrieveItem, StoreItem, StoreResult, frame_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import pytest
     from fake_engine import FakeEngine, Node
 
     from lmkv.memory import MemoryObject
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 LARGE = Shape(slot=16_128)
 """Four frames of it fill the pool."""
+LONG = Shape(slot=2048)
+"""Some thirty."""
 
 
 def store_one(engine: FakeEngine, prompt: Sequence[int]) -> StoreResult:
@@ -33,6 +36,36 @@ def store_one(engine: FakeEngine, prompt: Sequence[int]) -> StoreResult:
     [result] = engine.cache.store_frames([StoreItem(frame_of(chain, 0), ids)])
     engine.give(ids)
     return result
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_more_than_the_pool_holds(node: Callable[..., Node], tmp_path: Path, shards: int) -> None:
+    """A prompt three times as large as the pool is loaded whole: what all ranks have copied makes room for the rest."""
+    here = node(tmp_path, ram=None, disk=1 << 28, pool={"size": 1 << 20, "staging": LONG.frame}, disk_deadline="5s")
+    ranks = here.ranks(namespace(*[LONG] * shards), *[LONG] * shards)
+    prompt = tokens(96 * CHUNK // shards)
+    assert len(prompt) // CHUNK * shards * LONG.frame > 3 * here.manager.pool.nbytes
+    for stop in range(2 * CHUNK, len(prompt) + 1, 2 * CHUNK):  # a store never waits for room
+        for rank in ranks:
+            rank.store(prompt[:stop])
+            here.settle()
+    request = Request(ranks, [*prompt, 1]).queue().look_up()
+    assert request.offered == len(prompt)
+    request.allocate()
+
+    def load(rank: FakeEngine, ids: Any) -> list[bool]:
+        items = [RetrieveItem(i, 2, ids[2 * i : 2 * i + 2]) for i in range(request.hit.chunks)]
+        return rank.cache.retrieve_frames(request.hit.lease, items, timeout=30.0, last=True)
+
+    loads = [here.start(partial(load, rank, ids)) for rank, ids in zip(ranks, request.ids, strict=True)]
+    assert all(all(future.result(60)) for future in loads)
+    for rank, ids in zip(ranks, request.ids, strict=True):
+        assert rank.wrong(prompt, ids) == []
+    assert here.held() == {"leases": 1}, "the lease is there, and holds nothing any more"
+    here.settle()
+    assert here.manager.pool.free_bytes == here.manager.pool.nbytes
+    assert here.counter("lmkv_misses_total", rank="unknown", reason="no_room") == 0
+    request.finish()
 
 
 def test_a17_full_and_pinned(node: Callable[..., Node], tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class WorkerSide:
             cache = self._cache(namespace)
             if cache is not None and self._same(load) and (left := until - time.monotonic()) > 0:
                 items = [RetrieveItem(item.index, 0, np.array(item.pages, np.int64), item.first) for item in load.items]
-                arrived = cache.retrieve_frames(load.lease, items, timeout=left)
+                arrived = cache.retrieve_frames(load.lease, items, timeout=left, last=True)
                 if self._same(load):  # else it may have been another lease of that number
                     good = arrived
         except Exception as error:  # noqa: BLE001  a load that fails is computed instead

@@ -144,13 +144,17 @@ class CacheEngine:
         stream: Any = None,
         layers: range | None = None,
         timeout: float = 30.0,
+        last: bool = False,
     ) -> list[bool]:
         """Copy leased frames into pages, in the order of `items`; True for each that arrived whole and verified.
 
         The first failure makes that item and all after it False; pages of those may have been written to. Blocks, at
         most about `timeout` seconds. Never raises for what the service does. Does not end the lease.
+
+        With `last`, this shard of these frames is not asked for again: the lease lets go of what all have copied, so
+        that more may be loaded than the pool has room for.
         """
-        return self._transfer.retrieve(lease, items, stream=stream, layers=layers, timeout=timeout)
+        return self._transfer.retrieve(lease, items, stream=stream, layers=layers, timeout=timeout, last=last)
 
     def trim(self, lease: int, skip: int) -> None:
         """The first `skip` chunks of the lease are not needed. Never waits."""
@@ -255,7 +259,7 @@ class CacheEngine:
             items.append(RetrieveItem(i, held, pages[i * per_chunk + first : end], first))
         at = skip
         try:
-            for item, ok in zip(items, self.retrieve_frames(hit.lease, items), strict=True):
+            for item, ok in zip(items, self.retrieve_frames(hit.lease, items, last=True), strict=True):
                 if not ok:
                     break
                 arrived[at : at + len(item.pages) * size] = True

@@ -207,6 +207,7 @@ class Transfer:
         stream: Any = None,
         layers: range | None = None,
         timeout: float = 30.0,
+        last: bool = False,
     ) -> list[bool]:
         """Put leased frames into pages; True for each item whose bytes arrived. The first that fails ends it.
 
@@ -227,7 +228,8 @@ class Transfer:
                             asked.append((run, link.call(Acquire(lease, self._shard, first, len(run)))))
                         run, future = asked.popleft()
                         loaded = _wait(future, until - time.monotonic(), Loaded, lambda late: _let_go(link, late))
-                        if not self._scatter(link, items, run, loaded, arrived, stream=stream, layers=layers):
+                        good = self._scatter(link, items, run, loaded, arrived, stream=stream, layers=layers, last=last)
+                        if not good:
                             break
                 finally:
                     for _, future in asked:
@@ -248,6 +250,7 @@ class Transfer:
         *,
         stream: Any,
         layers: range | None,
+        last: bool,
     ) -> bool:
         """Copy what came of one acquire; whether it was all."""
         try:
@@ -266,7 +269,7 @@ class Transfer:
             log.warning("copying %d frames into pages failed: %s", len(run), e)
             return False
         finally:
-            _let_go(link, loaded)
+            _let_go(link, loaded, last=last)
         arrived[run.start : run.start + len(jobs)] = [True] * len(jobs)
         return len(jobs) == len(run)
 
@@ -304,9 +307,9 @@ def _runs(items: Sequence[RetrieveItem], most: int) -> Iterator[range]:
             start = end
 
 
-def _let_go(link: Connection, loaded: Reply) -> None:
+def _let_go(link: Connection, loaded: Reply, *, last: bool = False) -> None:
     if isinstance(loaded, Loaded) and loaded.hold:
-        link.send(Done(loaded.hold))
+        link.send(Done(loaded.hold, last))
 
 
 def _well(future: Future[Reply]) -> bool:

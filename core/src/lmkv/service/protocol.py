@@ -193,6 +193,8 @@ class Done(Message, frozen=True):
     """The worker has copied what `hold` covers. Idempotent. One-way."""
 
     hold: int
+    last: bool = False
+    """It will not ask for these frames of the lease again: when no shard will, the lease lets go of them."""
 
 
 # --- store -----------------------------------------------------------------------------------------------------------

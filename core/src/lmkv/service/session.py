@@ -41,6 +41,7 @@ class Session:
         self.name = name
         self.leases: set[int] = set()
         self.holds: dict[int, list[MemoryObject]] = {}
+        self._acquired: dict[int, tuple[p.Acquire, list[int]]] = {}
         self.reservations: dict[int, list[Slot]] = {}
         self._manager = manager
         self._stack = manager.stack
@@ -154,6 +155,7 @@ class Session:
     def _loaded(self, message: p.Acquire, entries: list[Entry | None], reasons: dict[int, MissReason]) -> p.Loaded:
         """Hold what is in the pool for this session."""
         objects: list[MemoryObject] = []
+        came: list[int] = []
         offsets: list[int] = []
         lengths: list[int] = []
         whys: list[str] = []
@@ -168,6 +170,7 @@ class Session:
                 whys.append(reason.value)
                 continue
             objects.append(obj)
+            came.append(message.first + i)
             offsets.append(obj.offset)
             lengths.append(entry.pages * entry.namespace.page_bytes[message.shard])
             whys.append("")
@@ -175,12 +178,23 @@ class Session:
         if objects:
             number = self._manager.holdings.number()
             self.holds[number] = objects
+            self._acquired[number] = (message, came)
         return p.Loaded(number, tuple(offsets), tuple(lengths), tuple(whys))
 
     def _done(self, message: p.Done) -> None:
         for obj in self.holds.pop(message.hold, ()):
             obj.release("get")
+        acquired = self._acquired.pop(message.hold, None)
+        if acquired is not None and message.last:
+            asked, came = acquired
+            self._copied(asked, came)
         self._stack.roomier()
+
+    def _copied(self, asked: p.Acquire, came: Sequence[int]) -> None:
+        lease = self._manager.holdings.leases.get(asked.lease)
+        for index in came:
+            for entry in () if lease is None else lease.copied(index, asked.shard):
+                self._stack.settle(entry)
 
     # --- store -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Lease:
         expires: loop time.
     """
 
-    __slots__ = ("_over", "chunks", "entries", "expires", "number")
+    __slots__ = ("_copied", "_over", "chunks", "entries", "expires", "number")
 
     def __init__(self, number: int, entries: list[Entry | None], expires: float) -> None:
         self.number = number
@@ -35,6 +35,7 @@ class Lease:
         self.chunks = len(entries)
         self.expires = expires
         self._over: asyncio.Future[None] | None = None
+        self._copied: dict[int, set[int]] = {}
         for entry in entries:
             if entry is not None:
                 entry.holds += 1
@@ -51,6 +52,16 @@ class Lease:
         yield from self.drop(0, len(self.entries))
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
+
+    def copied(self, index: int, shard: int) -> Iterator[Entry]:
+        """A shard of entry `index` will not be asked for again; lets go of it when that is so of all shards."""
+        entry = self.entries[index] if 0 <= index < len(self.entries) else None
+        if entry is not None:
+            shards = self._copied.setdefault(index, set())
+            shards.add(shard)
+            if len(shards) >= len(entry.shards):
+                del self._copied[index]
+                yield from self.drop(index, index + 1)
 
     def add_partial(self, entry: Entry) -> None:
         """Put the frame behind the last full chunk under the lease."""

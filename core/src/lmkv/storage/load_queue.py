@@ -61,6 +61,11 @@ class Batch:
         self.since = time.monotonic()
         self.running = False
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Whoever has the smaller one comes first."""
+        return self.priority, self.order
+
     def rest(self, wants: list[Wanted], nbytes: int) -> Batch:
         """A batch of what could not be loaded with this one yet, in its place."""
         made = Batch(self.tier, self.priority, tried=self.tried, keep=self.keep)
@@ -77,6 +82,8 @@ class LoadQueue:
         self._heap: list[tuple[int, int, int, Batch]] = []
         self._waiting: set[Batch] = set()
         self._running: set[Batch] = set()
+        self.hungry: set[Batch] = set()
+        """Of those that run: waiting for memory."""
 
     def push(self, batch: Batch) -> None:
         """`batch` waits from now on."""
@@ -93,7 +100,8 @@ class LoadQueue:
     def next(self) -> Batch | None:
         """The batch that may begin now; None while enough of them run. It runs until `ended`.
 
-        What a running request waits for has slots of its own, so that what has begun for others is not in its way.
+        What a running request waits for has slots of its own, so that what has begun for others is not in its way. A
+        batch whose place is before that of one that waits for memory begins beside it: it gets the memory first.
         """
         while self._heap:
             priority, _, _, batch = self._heap[0]
@@ -103,7 +111,7 @@ class LoadQueue:
             running = len(self._running)
             if priority == RUNNING:
                 running = sum(1 for other in self._running if other.priority == RUNNING)
-            if running >= self._slots:
+            if running >= self._slots and not any(other.place > batch.place for other in self.hungry):
                 return None
             heapq.heappop(self._heap)
             self._waiting.discard(batch)
@@ -111,6 +119,17 @@ class LoadQueue:
             batch.running = True
             return batch
         return None
+
+    def first(self, batch: Batch) -> bool:
+        """Nothing of this tier that is before `batch` waits, for memory or to begin.
+
+        Frames are let go of in the order in which they are copied. If later ones had all the memory, those before them,
+        which are to be copied first, would never come.
+        """
+        while self._heap and (self._heap[0][3] not in self._waiting or self._heap[0][3].priority != self._heap[0][0]):
+            heapq.heappop(self._heap)
+        waiting = bool(self._heap) and self._heap[0][3].place < batch.place
+        return not waiting and not any(other.place < batch.place for other in self.hungry)
 
     def ended(self, batch: Batch) -> None:
         """`batch` has left the tier."""

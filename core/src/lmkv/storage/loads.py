@@ -241,7 +241,7 @@ class Loads:
             if ready:
                 obj = self._stack.allocate(nbytes, "load", staging=True)
             else:
-                obj = await self._stack.staging(nbytes, deadline)
+                obj = await self._first_room(batch, nbytes, deadline)
             if obj is None:
                 if ready:
                     left = batch.wants[i:]
@@ -251,9 +251,20 @@ class Loads:
                         if other.part is not None:
                             self._batches[other.part] = rest
                     batch.nbytes -= rest.nbytes
-                    self._queues[batch.tier.number].push(rest)
+                    self._push(rest)
                 return
             ready.append((want, obj))
+
+    async def _first_room(self, batch: Batch, nbytes: int, deadline: float) -> MemoryObject | None:
+        """Memory for the first frame of a batch, after those whose place is before it have got theirs."""
+        queue = self._queues[batch.tier.number]
+        queue.hungry.add(batch)
+        self._pump(batch.tier)
+        try:
+            return await self._stack.staging(nbytes, deadline, lambda: queue.first(batch))
+        finally:
+            queue.hungry.discard(batch)
+            self._stack.roomier()
 
     async def _take(  # noqa: PLR0917  all that is known of one arrived frame
         self, tier: Tier, want: Wanted, obj: MemoryObject, result: GetResult, priority: int, deadline: float

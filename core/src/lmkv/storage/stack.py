@@ -82,10 +82,18 @@ class Stack:
             obj = self.pool.allocate(nbytes, owner)
         return obj
 
-    async def staging(self, nbytes: int, deadline: float) -> MemoryObject | None:
-        """Memory for a load; waits for somebody to let go of some until the loop's time `deadline`."""
+    async def staging(
+        self, nbytes: int, deadline: float, turn: Callable[[], bool] | None = None
+    ) -> MemoryObject | None:
+        """Memory for a load; waits for somebody to let go of some until the loop's time `deadline`.
+
+        `turn`: asked each time that there may be some; False: somebody else comes first.
+        """
         loop = asyncio.get_running_loop()
-        while (obj := self.allocate(nbytes, "load", staging=True)) is None:
+        while True:
+            obj = self.allocate(nbytes, "load", staging=True) if turn is None or turn() else None
+            if obj is not None:
+                return obj
             self._room.clear()
             left = deadline - loop.time()
             if left <= 0:
@@ -94,7 +102,6 @@ class Stack:
                 await asyncio.wait_for(self._room.wait(), left)
             except asyncio.TimeoutError:
                 return None
-        return obj
 
     def roomier(self) -> None:
         """Somebody has let go of pool memory: loads that wait try again."""
