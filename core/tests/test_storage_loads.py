@@ -258,6 +258,34 @@ def test_a_hanging_tier_costs_one_deadline_however_much_waits() -> None:
     run(body())
 
 
+def test_a_tier_that_has_become_slow_is_not_waited_for() -> None:
+    """Every load comes within the deadline, but all of them take far longer than was measured."""
+
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=60 * FRAME, below=[(shelf, settings(threads=1, deadline=0.5))]) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(120))
+            await stored(client, keys)
+            found = await client.look_up(keys)
+            assert await client.load(found, keys) == [True] * 30
+            client.ask(p.Release(found.lease))
+            await client.wait(p.Clear(None, "ram"))
+            shelf.on_get = lambda _: time.sleep(0.1)
+            found = await client.look_up(keys)
+            assert found.chunks == 30
+            begin = time.monotonic()
+            came = await client.load(found, keys)
+            assert time.monotonic() - begin < 1.5, "not the three seconds that all would take"
+            assert 1 <= sum(came) < 29
+            assert came == sorted(came, reverse=True)
+            assert manager.metrics.value("lmkv_misses_total", reason="deadline") == 30 - sum(came)
+            client.ask(p.Release(found.lease))
+            await client.settled()
+
+    run(body())
+
+
 def test_no_load_holds_memory_while_it_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests for more than the pool has at once, in batches: both get through."""
     monkeypatch.setattr(loads, "BATCH_FRAMES", 8)

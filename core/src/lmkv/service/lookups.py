@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from lmkv.service import protocol as p
@@ -94,13 +95,14 @@ class Lookups:
             partial = self._partial(message, namespace)
         found = [*reached, partial[0]] if partial else reached
         tiers = note_use(self._stack, found)
-        withheld = 0
+        withheld, patience = 0, math.inf
         if any(tiers) or self._stack.ram is None:
             offer = self._offer(namespace, message, found, partial)
+            patience = offer.patience
             if offer.entries < len(found):
                 tiers, reached, partial = tiers[: offer.entries], found[: offer.entries], None
                 withheld = self._withhold(message, offer)
-        lease = self._lease(reached, partial) if message.hold else 0
+        lease = self._lease(reached, partial, patience) if message.hold else 0
         if partial:
             return p.Found(lease, len(reached), partial[1], partial[0].digest, tiers)
         return p.Found(lease, len(reached), tiers=tiers, withheld=withheld)
@@ -153,18 +155,20 @@ class Lookups:
         tiers = note_use(self._stack, [entry])
         if lease is not None and len(lease.entries) == lease.chunks:
             lease.add_partial(entry)
+            lease.patience = max(lease.patience, offer.patience)
             self._stack.loads.bring([entry], None, priority=QUEUED)
         elif message.lease == 0 and message.hold:
-            number = self._lease([], partial)
+            number = self._lease([], partial, offer.patience)
         return p.Found(number, message.chunks, pages, entry.digest, tiers)
 
-    def _lease(self, entries: Sequence[Entry], partial: tuple[Entry, int] | None) -> int:
+    def _lease(self, entries: Sequence[Entry], partial: tuple[Entry, int] | None, patience: float) -> int:
         """Promise these, and start their loads in order; 0 when there is nothing to promise."""
         if not entries and partial is None:
             return 0
         lease = self._manager.holdings.lease([*entries])
         if partial is not None:
             lease.add_partial(partial[0])
+        lease.patience = patience
         self._leases.add(lease.number)
         self._stack.loads.bring(lease.entries, None, priority=QUEUED)
         return lease.number

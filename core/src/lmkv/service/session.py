@@ -135,17 +135,21 @@ class Session:
         entries: list[Entry | None],
         loading: Sequence[asyncio.Future[MissReason | None]],
     ) -> p.Loaded:
-        """When all has been loaded, or at once when the lease ends: then nobody wants it any more."""
+        """When all is loaded or the patience at its end; at once when the lease ends: nobody wants it any more."""
         held = [entry for entry in entries if entry is not None]
         for entry in held:
             entry.holds += 1  # until the answer says where it lies
         over = lease.over
         try:
             for future in loading:
-                await asyncio.wait((future, over), return_when=asyncio.FIRST_COMPLETED)
+                left = lease.left(time.monotonic())
+                done, _ = await asyncio.wait((future, over), timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if over.done():
                     return _nothing(message.count)
-            worst = next((reason for future in loading if (reason := future.result()) is not None), None)
+                if not done:
+                    break
+            ended = [future.result() if future.done() else MissReason.DEADLINE for future in loading]
+            worst = next((reason for reason in ended if reason is not None), None)
             return self._loaded(message, entries, {} if worst is None else {message.shard: worst})
         finally:
             for entry in held:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,15 +26,18 @@ class Lease:
         entries: None where the engine has let go of a chunk that it does not need.
         chunks: how many of `entries` are full chunks.
         expires: loop time.
+        patience: seconds that its loads may be waited for in all, from the first time that somebody waits.
     """
 
-    __slots__ = ("_copied", "_over", "chunks", "entries", "expires", "number")
+    __slots__ = ("_copied", "_over", "_until", "chunks", "entries", "expires", "number", "patience")
 
     def __init__(self, number: int, entries: list[Entry | None], expires: float) -> None:
         self.number = number
         self.entries = entries
         self.chunks = len(entries)
         self.expires = expires
+        self.patience = math.inf
+        self._until: float | None = None
         self._over: asyncio.Future[None] | None = None
         self._copied: dict[int, set[int]] = {}
         for entry in entries:
@@ -46,6 +50,14 @@ class Lease:
         if self._over is None:
             self._over = asyncio.get_running_loop().create_future()
         return self._over
+
+    def left(self, now: float) -> float | None:
+        """Seconds that may still be waited for its loads; None: as long as it takes."""
+        if self.patience == math.inf:
+            return None
+        if self._until is None:
+            self._until = now + self.patience
+        return max(0.0, self._until - now)
 
     def end(self) -> Iterator[Entry]:
         """Let go of everything, as `drop` does."""

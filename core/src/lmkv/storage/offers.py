@@ -53,6 +53,8 @@ class Offer(NamedTuple):
     """Leading ones that are offered."""
     withheld: dict[str, int]
     """Tokens of the others, by the tier that they would have to come from."""
+    patience: float = float("inf")
+    """Seconds that a running request may wait for the loads in all; infinite where their cost is not known."""
 
 
 class Timetable:
@@ -141,7 +143,15 @@ class Offers:
             withheld[name] = withheld.get(name, 0) + count
         if withheld:
             self._explore(entries[best:], slow[best:])
-        return Offer(best, withheld)
+        return Offer(best, withheld, self._patience(slow[:best], ends[best]))
+
+    @staticmethod
+    def _patience(slow: Sequence[list[tuple[Tier, Shard, int]]], planned: float) -> float:
+        """Twice what the loads should take, and a deadline: a tier that has become slow is not waited for."""
+        tiers = {tier for parts in slow for tier, _, _ in parts}
+        if any(not tier.cost("get").known for tier in tiers):
+            return float("inf")
+        return 2 * planned + max((tier.settings.deadline for tier in tiers), default=0.0)
 
     def _below(self, entry: Entry) -> list[tuple[Tier, Shard, int]]:
         """What of an entry has to be loaded: its parts, where each would come from, their numbers."""
