@@ -202,7 +202,8 @@ class FakeVLLM:
         saves: bool = True,
         instance: str = "engine",
     ) -> None:
-        self.settings = settings or Settings()
+        # The real deadline is one of real time, and two busy cores may miss it.
+        self.settings = settings or Settings(lookup_deadline=10.0)
         self.budget = budget
         self.ranks = ranks
         self.blocks = Blocks(blocks, caching=caching)
@@ -246,6 +247,7 @@ class FakeVLLM:
             for rank in range(ranks)
         ]
         self.scheduler.handshakes({(0, rank): Handshake(layout.describe(), layout.page_bytes) for rank in range(ranks)})
+        self.scheduler._epochs.take()  # for tests that want its cache engine before there is a request
 
     # --- what a user does ---
 

@@ -12,16 +12,14 @@ Whatever a look-up holds is let go by `Question.cancel`, at whichever exit comes
 from __future__ import annotations
 
 import time
-import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from lmkv.engine import CacheEngine, Hit
 from lmkv.errors import ConfigError
 from lmkv.service.protocol import Observe
-from lmkv_vllm.geometry import check_chunk, namespace_of, same_pages
-from lmkv_vllm.guard import INCIDENTS, logger
+from lmkv_vllm.epochs import Epochs
+from lmkv_vllm.geometry import same_pages
+from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.identity import RequestExtras, cacheable
-from lmkv_vllm.link import clear
 from lmkv_vllm.lookups import NOTHING, Asking, Hasher, Question, tokens_from
 from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.rate import PrefillRate
@@ -29,9 +27,9 @@ from lmkv_vllm.requests import Tracked, hits_of, load_items
 from lmkv_vllm.saving import Saves, frames_of, written_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from lmkv.keys import Namespace
+    from lmkv.engine import CacheEngine, Hit
     from lmkv_vllm.geometry import Geometry
     from lmkv_vllm.link import Link
     from lmkv_vllm.metadata import Handshake, WorkerReport
@@ -43,11 +41,10 @@ HELD_AT_ONCE: Final = 64
 """Requests in the queue that are looked up, and whose hits are held, before their turn comes."""
 HELD_SECONDS: Final = 20.0
 """A hit that has waited longer for its request's turn is looked up anew, well before its lease ends."""
-CLEAR_SECONDS: Final = 5.0
 
 
 class SchedulerSide:
-    """See the module. Not thread-safe, but `_connect` may run in the link's thread.
+    """See the module. Not thread-safe.
 
     Args:
         model: name, revision and what else the weights depend on (`identity.model_identity`).
@@ -70,14 +67,9 @@ class SchedulerSide:
         self._settings = settings
         self._link = link
         self._geometry = geometry
-        self._model = model
+        self._epochs = Epochs(link, model, geometry.page_tokens)
         self._reads = loads
         self._writes = saves
-        self._handshakes: list[Handshake] = []
-        self._engine: CacheEngine | None = None
-        self._news: str | None = None
-        self._epoch = ""
-        self._tails = False
         self._extras = RequestExtras()
         self._hasher = Hasher()
         self._tracked: dict[str, Tracked] = {}
@@ -93,46 +85,31 @@ class SchedulerSide:
 
     def handshakes(self, by_rank: Mapping[tuple[int, int], Handshake]) -> None:
         """Every worker's page layout, by (pp rank, tp rank): now the namespace can be built. Raises `ConfigError`."""
-        self._handshakes = [by_rank[rank] for rank in sorted(by_rank)]
-        pages = same_pages([h.layout for h in self._handshakes])
+        handshakes = [by_rank[rank] for rank in sorted(by_rank)]
+        pages = same_pages([h.layout for h in handshakes])
         if pages != self._geometry.page_tokens:
             raise ConfigError(f"the workers' blocks have {pages} tokens, the scheduler's {self._geometry.page_tokens}")
-        self._link.when_ready(self._connect)
+        self._epochs.handshakes = handshakes
+        self._link.when_ready(self._epochs.connect)
 
-    def _connect(self) -> None:
-        """The service has been reached for the first time: at the start, or later in the link's thread."""
-        client = self._link.client
-        if client is None or self._engine is not None:
-            return
-        welcome = client.welcome
-        check_chunk(welcome.chunk_tokens, self._geometry.page_tokens)
-        engine = CacheEngine(client, self._namespace(welcome.chunk_tokens))
-        self._tails = welcome.tail == "pages"
-        self._news = engine.namespace.json()
-        self._engine = engine
-        logger.info(
-            "caching in %s, chunks of %d tokens, namespace %s",
-            ", ".join(welcome.tiers), engine.namespace.chunk_tokens, engine.namespace.id.hex(),
-        )  # fmt: skip
-
-    def _namespace(self, chunk_tokens: int) -> Namespace:
-        return namespace_of(self._model, self._handshakes, chunk_tokens, self._epoch)
+    @property
+    def _engine(self) -> CacheEngine | None:
+        return self._epochs.engine
 
     def shutdown(self) -> None:
         """Let go of everything. Idempotent; waits about a second at most."""
-        engine, self._engine = self._engine, None
         for tracked in [*self._tracked.values(), *self._loading.values()]:
             self._let_go(tracked)
         self._tracked.clear()
         self._loading.clear()
         self._hasher.close(1.0)
-        if engine is not None and self._epoch:
-            clear(engine, 1.0)  # nobody will ever look for these frames again
+        self._epochs.close(1.0)
 
     # --- look-up ---
 
     def arrived(self, request: Any) -> None:
         """A new request: begin to look it up while it waits in the engine's queue."""
+        self._epochs.take()
         engine = self._engine
         if engine is None or not cacheable(request):
             return
@@ -245,7 +222,7 @@ class SchedulerSide:
 
     @property
     def _chunk_tokens(self) -> int:
-        return self._engine.namespace.chunk_tokens if self._engine is not None else self._geometry.page_tokens
+        return self._epochs.chunk_tokens
 
     def _count(self, name: str, value: float) -> None:
         self._counts[name] = self._counts.get(name, 0.0) + value
@@ -255,8 +232,8 @@ class SchedulerSide:
     def step(self, scheduler_output: Any) -> StepMetadata:
         """What the workers do in the step that was just scheduled. Loads are in it, whatever happens to the rest."""
         loads, self._loads = tuple(self._loads), []
-        news, self._news = self._news, None
-        meta = StepMetadata(news, loads, idle=not scheduler_output.total_num_scheduled_tokens)
+        self._epochs.take()  # so that what is saved in this step belongs to the namespace that it tells
+        meta = StepMetadata(self._epochs.news(), loads, idle=not scheduler_output.total_num_scheduled_tokens)
         meta.fence = self._saves.youngest
         try:
             meta.timed = self._rate.scheduled(scheduler_output)
@@ -274,33 +251,48 @@ class SchedulerSide:
 
     def _step_saves(self, scheduler_output: Any) -> tuple[Save, ...]:
         """Chunks that will be complete when this step is done."""
-        saves = []
-        chunk = self._chunk_tokens
-        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
-            # Draft tokens and placeholders of the engine are not among the request's tokens yet.
-            computed = min(tracked.request.num_computed_tokens + scheduled, tracked.request.num_tokens)
-            computed = self._storable(tracked, computed, finished=False)
-            if computed // chunk <= tracked.saved or not self._extended(tracked, computed):
-                continue
-            state = scheduler_output.kv_connector_block_state
-            pages = state.get_block_ids(request_id) if state is not None else None
-            if pages and (save := self._save(tracked, computed, pages[0], tail=False)) is not None:
-                saves.append(save)
-        return tuple(saves)
+        pages = scheduler_output.kv_connector_block_state
+        saves = [
+            self._tried(self._step_save, tracked, scheduled, pages)
+            for request_id, scheduled in scheduler_output.num_scheduled_tokens.items()
+            if (tracked := self._tracked.get(request_id)) is not None
+        ]
+        return tuple(save for save in saves if save is not None)
+
+    def _step_save(self, tracked: Tracked, scheduled: int, state: Any) -> Save | None:
+        request = tracked.request
+        # Draft tokens and placeholders of the engine are not among the request's tokens yet.
+        computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        computed = self._storable(tracked, computed, finished=False)
+        if computed // self._chunk_tokens <= tracked.saved or state is None or not self._extended(tracked, computed):
+            return None
+        pages = state.get_block_ids(request.request_id)
+        return self._save(tracked, computed, pages[0], tail=False) if pages else None
 
     def _early_saves(self) -> tuple[Save, ...]:
-        """What finished requests have left. Their pages may be others' by now, who have not written yet."""
+        """What finished requests have left. Their pages may be others' by now, who have not written yet.
+
+        Nothing while there is no namespace: the workers may still have an earlier one.
+        """
         finished, self._finished = self._finished, []
-        saves = []
-        for tracked, computed, pages in finished:
-            if self._extended(tracked, computed):
-                save = self._save(tracked, computed, pages, tail=self._tails)
-                if save is not None:
-                    saves.append(save)
-        return tuple(saves)
+        if self._engine is None:
+            return ()
+        saves = [self._tried(self._early_save, *each) for each in finished]
+        return tuple(save for save in saves if save is not None)
+
+    def _early_save(self, tracked: Tracked, computed: int, pages: list[int]) -> Save | None:
+        return (
+            self._save(tracked, computed, pages, tail=self._epochs.tails) if self._extended(tracked, computed) else None
+        )
+
+    @staticmethod
+    def _tried(plan: Callable[..., Save | None], tracked: Tracked, *about: Any) -> Save | None:
+        """One request's save. An error costs it alone: the saves of the others go on."""
+        try:
+            return plan(tracked, *about)
+        except Exception as error:  # noqa: BLE001  what is not saved is a miss later
+            INCIDENTS.note("save", f"{type(error).__name__}: {error}", error=error)
+            return None
 
     def _save(self, tracked: Tracked, computed: int, page_ids: list[int], *, tail: bool) -> Save | None:
         first, chunk = tracked.saved, self._chunk_tokens
@@ -373,7 +365,7 @@ class SchedulerSide:
     # --- reset ---
 
     def reset(self) -> bool:
-        """The weights may have changed: nothing stored until now may be found any more. False when it was not cleared.
+        """The weights may have changed: nothing stored until now is found any more, be the service there or not.
 
         From here on another namespace is used, so that even a save under way cannot come back as a wrong hit.
         """
@@ -384,10 +376,5 @@ class SchedulerSide:
                 tracked.stale = tracked.request.num_preemptions
                 tracked.admitted = max(tracked.admitted, tracked.stale)
         self._finished.clear()
-        engine = self._engine
-        if engine is None:
-            return False
-        self._epoch = uuid.uuid4().hex
-        self._engine = CacheEngine(engine.client, self._namespace(self._chunk_tokens))
-        self._news = self._engine.namespace.json()
-        return clear(engine, CLEAR_SECONDS)
+        self._epochs.renew()
+        return True
