@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -259,6 +260,42 @@ def test_a_step_of_decoding_hashes_only_what_it_completes(monkeypatch: pytest.Mo
         made.extend([token])
     assert hashed == [1, 1]
     assert made.digests == chain([*range(4000), *range(9)]).digests
+
+
+@pytest.mark.parametrize("media", [(), (MediaSpan("a" * 10, 8, 400), MediaSpan("b" * 10, 300, 400))])
+def test_one_thread_extends_while_others_ask(media: tuple[MediaSpan, ...]) -> None:
+    """An answer comes while the scheduler goes on: prefixes of full chunks are right, and nothing is in extend's way."""
+    chain = KeyChain(64, 16, Extras(media=media))
+    chain.extend(range(64 * 12))
+    right = [chain.prefixes(i) for i in range(12)]
+    wrong: list[object] = []
+    over = threading.Event()
+
+    def ask(step: int) -> None:
+        i = 0
+        while not over.is_set():
+            i = (i + step) % 12
+            try:
+                if chain.prefixes(i) != right[i]:
+                    wrong.append(i)
+            except Exception as error:  # what happens in this thread is what the test is about
+                wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=ask, args=(step,)) for step in (5, 7)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for token in range(1500):
+            chain.extend([token])
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert chain.tokens == 64 * 12 + 1500
 
 
 def test_prefixes_of_a_chunk_that_is_not_there() -> None:

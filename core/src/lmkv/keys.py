@@ -91,7 +91,9 @@ class Extras:
 
 
 class KeyChain:
-    """The digests of one token sequence, chunk by chunk; grows with `extend`. Not thread-safe.
+    """The digests of one token sequence, chunk by chunk; grows with `extend`, by one thread at a time.
+
+    Meanwhile others may ask for the prefixes of chunks that are full already.
 
     Keeps a copy of the tokens (4 bytes each) for `prefixes`.
 
@@ -199,7 +201,9 @@ class KeyChain:
         sha = _SHA256.copy()
         sha.update(self.digests[i - 1] if i else self._root)
         update, result = sha.update, sha.digest
-        parts = self._cut(self._page_type, first, count)
+        # A copy: while something looks into the buffer itself, `extend` in another thread could not grow it.
+        copied = self._buffer[first * TOKEN_BYTES : (first + count * self.page_tokens) * TOKEN_BYTES]
+        parts = np.frombuffer(copied, self._page_type, count).tolist()
         found = []
         if first >= self._media.end:
             for part in parts:
@@ -219,7 +223,7 @@ class KeyChain:
 class _Media:
     """The media spans of a request, cut by token range."""
 
-    __slots__ = ("_ends", "_last", "_section", "_spans", "_starts", "_values", "end")
+    __slots__ = ("_ends", "_recent", "_spans", "_starts", "_values", "end")
 
     def __init__(self, media: tuple[MediaSpan, ...]) -> None:
         spans = sorted(set(media), key=lambda span: (span.start, span.length, span.identity.encode()))
@@ -228,8 +232,7 @@ class _Media:
         self._ends = list(accumulate((span.start + span.length for span in spans), max))
         self._values = [struct.pack("<Q", span.length) + span.identity.encode() for span in spans]
         self._spans = spans
-        self._last = (-1, 0)
-        self._section = b""
+        self._recent = (-1, 0, b"")
         self.end = self._ends[-1] if spans else 0
 
     def section(self, first: int, last: int) -> bytes:
@@ -238,9 +241,10 @@ class _Media:
         if low >= high:
             return b""
         # The prefixes of a chunk begin alike and mostly overlap the same spans.
-        if (first, high) != self._last:
-            self._last, self._section = (first, high), self._make(first, low, high)
-        return self._section
+        recent = self._recent  # in one piece: several threads ask
+        if (first, high) != recent[:2]:
+            recent = self._recent = (first, high, self._make(first, low, high))
+        return recent[2]
 
     def _make(self, first: int, low: int, high: int) -> bytes:
         fields = b"".join(
