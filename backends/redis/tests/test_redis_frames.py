@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
@@ -14,6 +14,7 @@ from redis_rig import Cluster, RedisServer, Sentinels
 from lmkv.errors import BackendError, ConfigError, FrameError
 from lmkv.testing import make_key, make_memory, make_payload
 from lmkv.types import HealthState, OutcomeKind
+from lmkv_backend_redis import talks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,6 +154,32 @@ def test_a_writer_of_other_parts(server: RedisServer, open_redis: Open) -> None:
     assert get(large).ok
     assert get(small, 2).ok
     assert list(small.contains([KEY, make_key(2)])) == [True, True]
+
+
+@pytest.mark.parametrize("before", range(1, 9))
+def test_replaced_while_it_is_read(
+    server: RedisServer, open_redis: Open, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """Parts of two frames are never joined, and the new one is not taken for a damaged one."""
+    backend, other = (open_redis(url=server.url, part_bytes="1MiB") for _ in range(2))
+    nbytes = 8 << 20
+    put(backend, nbytes=nbytes)
+    answer = talks._answer
+    replaced = []
+
+    def first_replace(channel: Any, reading: Any, what: int) -> None:
+        if what == before and not replaced:
+            replaced.append(other.put([KEY], [make_memory(make_payload(2, nbytes))])[0].ok)
+        answer(channel, reading, what)
+
+    monkeypatch.setattr(talks, "_answer", first_replace)
+    outcome = get(backend, room=nbytes)
+    assert replaced == [True]
+    assert outcome.kind is OutcomeKind.MISS or before > 6
+    monkeypatch.undo()
+    memory = make_memory(nbytes)
+    assert backend.get([KEY], [memory])[0].ok
+    assert memory.view == make_payload(2, nbytes)
 
 
 def test_clear_takes_what_is_ours(server: RedisServer, client: redis.Redis, open_redis: Open) -> None:
