@@ -264,7 +264,7 @@ def test_a_step_of_decoding_hashes_only_what_it_completes(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("media", [(), (MediaSpan("a" * 10, 8, 400), MediaSpan("b" * 10, 300, 400))])
 def test_one_thread_extends_while_others_ask(media: tuple[MediaSpan, ...]) -> None:
-    """An answer comes while the scheduler goes on: prefixes of full chunks are right, and nothing is in extend's way."""
+    """An answer comes while the scheduler goes on: prefixes of full chunks are right, and nothing stops `extend`."""
     chain = KeyChain(64, 16, Extras(media=media))
     chain.extend(range(64 * 12))
     right = [chain.prefixes(i) for i in range(12)]
@@ -278,7 +278,7 @@ def test_one_thread_extends_while_others_ask(media: tuple[MediaSpan, ...]) -> No
             try:
                 if chain.prefixes(i) != right[i]:
                     wrong.append(i)
-            except Exception as error:  # what happens in this thread is what the test is about
+            except Exception as error:  # noqa: BLE001  what happens in this thread is what the test is about
                 wrong.append(error)
 
     interval = sys.getswitchinterval()
