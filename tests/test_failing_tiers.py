@@ -37,8 +37,16 @@ SLACK = 2.0
 """Two busy cores are in no hurry."""
 
 
-def cases(*kinds: str) -> list[tuple[str, str]]:
-    return [(name, fault) for name, kind in STORES.items() for each in kinds for fault in getattr(kind, each)]
+QUICK = {"silent", "late", "garbage", "refused", "emptied", "slow"}
+"""S3 is the slowest to start and to answer: its other faults are left to `make test-all`."""
+
+
+def cases(*kinds: str) -> list[Any]:
+    found = [(name, fault) for name, kind in STORES.items() for each in kinds for fault in getattr(kind, each)]
+    return [
+        pytest.param(name, fault, marks=[pytest.mark.slow] if name == "s3" and fault not in QUICK else [])
+        for name, fault in found
+    ]
 
 
 @pytest.fixture

@@ -252,19 +252,27 @@ LAUGHS = b"<!DOCTYPE x [<!ENTITY a0 'ha'>%s]><x>&a24;</x>" % b"".join(
     b"<!ENTITY a%d '&a%d;&a%d;'>" % (n, n - 1, n - 1) for n in range(1, 25)
 )
 HTTP = b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\n"
-HOSTILE = {
+BOTH = {
     "pickle": PICKLE,
-    "resp bulk of 2**60": b"$1152921504606846976\r\n" + PICKLE,
-    "resp array of 2**60": b"*1152921504606846976\r\n$4\r\n",
-    "resp nested": b"*1\r\n" * 20_000,
-    "resp negative": b"$-9223372036854775808\r\n:99999999999999999999999999\r\n",
     "no end of line": b"+" + b"x" * (8 << 20),
-    "http body of 2**60": HTTP + b"Content-Length: 1152921504606846976\r\nContent-Range: bytes 0-9/10\r\n\r\n" + PICKLE,
-    "http negative": HTTP + b"Content-Length: -1\r\n\r\n",
-    "http chunk of 2**60": HTTP + b"Transfer-Encoding: chunked\r\n\r\n1000000000000000\r\n" + PICKLE,
-    "http no end of headers": HTTP + b"X: y\r\n" * 100_000,
-    "xml that grows": HTTP + b"Content-Length: %d\r\n\r\n" % len(LAUGHS) + LAUGHS,
     "small noise": b"".join(struct.pack("<I", (n * 2654435761) & 0xFFFFFFFF)[: n % 5] for n in range(10_000)),
+}
+HOSTILE = {
+    "redis": BOTH
+    | {
+        "bulk of 2**60": b"$1152921504606846976\r\n" + PICKLE,
+        "array of 2**60": b"*1152921504606846976\r\n$4\r\n",
+        "nested": b"*1\r\n" * 20_000,
+        "negative": b"$-9223372036854775808\r\n:99999999999999999999999999\r\n",
+    },
+    "s3": BOTH
+    | {
+        "body of 2**60": HTTP + b"Content-Length: 1152921504606846976\r\nContent-Range: bytes 0-9/10\r\n\r\n" + PICKLE,
+        "negative": HTTP + b"Content-Length: -1\r\n\r\n",
+        "chunk of 2**60": HTTP + b"Transfer-Encoding: chunked\r\n\r\n1000000000000000\r\n" + PICKLE,
+        "no end of headers": HTTP + b"X: y\r\n" * 100_000,
+        "xml that grows": HTTP + b"Content-Length: %d\r\n\r\n" % len(LAUGHS) + LAUGHS,
+    },
 }
 
 
@@ -273,7 +281,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("answer", HOSTILE)
+@pytest.mark.parametrize(
+    ("store", "answer"),
+    [(store, answer) for store, answers in HOSTILE.items() for answer in answers],
+    indirect=["store"],
+)
 def test_a43_hostile_store(store: RemoteStore, far: Callable[..., Node], answer: str) -> None:
     """Misses, in time; nothing is allocated for what it promises, nothing run; and with the right store all is well."""
     node = far(breaker={"failures": 1000, "probe": f"{PROBE}s"})
@@ -282,7 +294,7 @@ def test_a43_hostile_store(store: RemoteStore, far: Callable[..., Node], answer:
     node.settle()
     assert engine.find(tokens(3 * CHUNK)) == 3 * CHUNK
     right = store.proxy.target
-    hostile = Hostile(HOSTILE[answer])
+    hostile = Hostile(HOSTILE["redis" if isinstance(store, RedisStore) else "s3"][answer])
     try:
         store.proxy.target = (HOST, hostile.port)
         store.proxy.drop()
