@@ -13,6 +13,7 @@ import uuid
 from typing import TYPE_CHECKING, Final
 
 from lmkv.engine import CacheEngine
+from lmkv.errors import ConfigError
 from lmkv_vllm.geometry import check_chunk, namespace_of
 from lmkv_vllm.guard import INCIDENTS, logger
 from lmkv_vllm.link import clear
@@ -27,6 +28,21 @@ if TYPE_CHECKING:
 RESET_SECONDS: Final = 2.0
 """Seconds that a reset waits at most for its namespace to be registered and the old one to be cleared."""
 CLEAR_SECONDS: Final = 10.0
+HELD_SHARE: Final = 1 / 3
+"""Share of a lease's time for which a hit may wait for its request's turn; the rest is for its load to begin."""
+HELD_SECONDS: Final = 20.0
+"""As that, at most."""
+
+
+def check_lease(lease_seconds: float, load_deadline: float) -> None:
+    """Raises `ConfigError` with the numbers when a lease may end while its load is still in time."""
+    least = load_deadline / (1 - HELD_SHARE)
+    if lease_seconds < least:
+        raise ConfigError(
+            f"the service's leases end after {lease_seconds:g} s without use, but lmkv.load_deadline lets a load wait "
+            f"{load_deadline:g} s: set leases.seconds in the stack file to at least {least:g}s, or lmkv.load_deadline "
+            f"to at most {lease_seconds * (1 - HELD_SHARE):.3g}s"
+        )
 
 
 class Epochs:
@@ -35,6 +51,7 @@ class Epochs:
     Args:
         model: name, revision and what else the bytes depend on.
         page_tokens: of the engine's pages.
+        load_deadline: seconds that a load may take.
 
     Attributes:
         engine: of the present epoch; None while there is none.
@@ -42,7 +59,9 @@ class Epochs:
         tails: unfinished chunks are stored.
     """
 
-    def __init__(self, link: Link, model: tuple[str, str, Mapping[str, str]], page_tokens: int) -> None:
+    def __init__(
+        self, link: Link, model: tuple[str, str, Mapping[str, str]], page_tokens: int, load_deadline: float
+    ) -> None:
         self.engine: CacheEngine | None = None
         self.chunk_tokens = page_tokens
         self.tails = False
@@ -50,6 +69,7 @@ class Epochs:
         self._link = link
         self._model = model
         self._page_tokens = page_tokens
+        self._load_deadline = load_deadline
         self._news: str | None = None
         self._making = threading.Lock()
         """Held while a namespace is registered: by one thread at a time."""
@@ -80,6 +100,7 @@ class Epochs:
                 self._chunk = welcome.chunk_tokens
                 client.on_reconnect(self._again)
             check_chunk(self._chunk, self._page_tokens)
+            check_lease(welcome.lease_seconds, self._load_deadline)
             engine = CacheEngine(client, self._namespace(epoch))
             with self._lock:
                 self._made_for = epoch
@@ -91,6 +112,12 @@ class Epochs:
             "caching in %s, chunks of %d tokens, namespace %s",
             ", ".join(welcome.tiers), engine.namespace.chunk_tokens, engine.namespace.id.hex(),
         )  # fmt: skip
+
+    @property
+    def held_seconds(self) -> float:
+        """A hit that has waited longer for its request's turn is looked up anew, well before its lease ends."""
+        engine = self.engine
+        return HELD_SECONDS if engine is None else min(HELD_SECONDS, engine.client.welcome.lease_seconds * HELD_SHARE)
 
     def take(self) -> None:
         """Begin to use what has been made meanwhile."""

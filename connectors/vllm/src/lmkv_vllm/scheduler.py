@@ -39,8 +39,6 @@ FIRST_WAIT: Final = 0.0005
 """Seconds that the first question about a request waits for the answer: saying *later* costs a whole engine step."""
 HELD_AT_ONCE: Final = 64
 """Requests in the queue that are looked up, and whose hits are held, before their turn comes."""
-HELD_SECONDS: Final = 20.0
-"""A hit that has waited longer for its request's turn is looked up anew, well before its lease ends."""
 
 
 class SchedulerSide:
@@ -67,7 +65,7 @@ class SchedulerSide:
         self._settings = settings
         self._link = link
         self._geometry = geometry
-        self._epochs = Epochs(link, model, geometry.page_tokens)
+        self._epochs = Epochs(link, model, geometry.page_tokens, settings.load_deadline)
         self._reads = loads
         self._writes = saves
         self._extras = RequestExtras()
@@ -152,7 +150,7 @@ class SchedulerSide:
             return NOTHING
         if question is not None and question.hashed:
             other = question.incarnation != engine.client.incarnation
-            if other or now - question.begun > HELD_SECONDS:
+            if other or now - question.begun > self._epochs.held_seconds:
                 self._let_go(tracked)
                 question = None
         if question is None:

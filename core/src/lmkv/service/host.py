@@ -48,6 +48,7 @@ def welcome_of(storage: NodeStorage) -> Welcome:
         config.chunk_tokens,
         config.tail,
         tuple(storage.tiers),
+        config.leases.seconds,
     )
 
 

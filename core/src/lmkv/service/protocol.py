@@ -66,6 +66,8 @@ class Welcome(Message, frozen=True):
     tail: str
     """`pages` or `none`."""
     tiers: tuple[str, ...]
+    lease_seconds: float = 60.0
+    """A lease ends by itself when it has not been used for so long."""
 
 
 class Refused(Message, frozen=True):
