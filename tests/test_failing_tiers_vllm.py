@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fault_rig import RedisStore, S3Store
 from vllm_rig import Vllm, counted, questions, stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fault_rig import RemoteStore
     from vllm_rig import Asked
 
 pytestmark = pytest.mark.vllm
@@ -105,3 +107,22 @@ def test_disk(place: Path) -> None:
             shutil.move(away, folder)
 
     through_faults(place, tier, {"gone": lambda: shutil.move(folder, away), "damaged": damage}, heal)
+
+
+def remote(place: Path, store: RemoteStore) -> None:
+    """All that can happen on the way to a store, and to the store itself."""
+    faults: dict[str, Callable[[], object]] = {**store.fails, **store.hangs}
+    try:
+        through_faults(place, store.tier(), faults, store.heal)
+    finally:
+        store.heal()
+        store.close()
+
+
+def test_redis(place: Path) -> None:
+    remote(place, RedisStore(place / "redis"))
+
+
+@pytest.mark.slow
+def test_s3(place: Path) -> None:
+    remote(place, S3Store(place / "s3"))
