@@ -15,6 +15,7 @@ from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 
 from lmkv.errors import BackendError
 from lmkv.service import protocol as p
+from lmkv.storage import loads
 from lmkv.types import FAILED, MISS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class StorageMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
+        self.frames_in_batch, loads.BATCH_FRAMES = loads.BATCH_FRAMES, 1  # so that some loads wait for others
         self.shelf = Shelf()
         self.shelf.on_get = self.shelf.on_put = self.weather
         self.storm = ""
@@ -108,11 +110,26 @@ class StorageMachine(RuleBasedStateMachine):
         frames = client.frames(self.chains[prompt], tail=True)
         self.inside(lambda: client.store(frames, shards=[shard]))
 
-    @rule(who=st.integers(0, 1), prompt=prompts, target=leases)
-    def look_up(self, who: int, prompt: int) -> tuple[int, p.Found]:
-        found = self.run(self.clients[who].look_up(self.chains[prompt]))
+    @rule(who=st.integers(0, 1), prompt=prompts, rate=st.sampled_from([0.0, 0.0, 1.0, 1e12]), target=leases)
+    def look_up(self, who: int, prompt: int, rate: float) -> tuple[int, p.Found]:
+        """At 1e12 tokens a second nothing pays to be loaded, once it is known what a load takes."""
+        found = self.run(self.clients[who].look_up(self.chains[prompt], rate=rate))
         assert found.chunks <= len(self.chains[prompt].digests)
+        assert not found.withheld or not found.pages
+        assert (found.lease > 0) == bool(found.chunks or found.pages)
         return prompt, found
+
+    @rule(who=st.integers(0, 1), prompt=prompts)
+    def asked_and_given_up(self, who: int, prompt: int) -> None:
+        """The loads of the first frames have begun, those of the others have not."""
+        self.gate.clear()
+        found = self.run(self.clients[who].look_up(self.chains[prompt]))
+        self.ask(who, p.Release(found.lease))
+        self.gate.set()
+
+    @rule(prompt=prompts)
+    def prefetch(self, prompt: int) -> None:
+        self.ask(0, p.Prefetch(self.space.id, b"".join(self.chains[prompt].digests)))
 
     @rule(who=st.integers(0, 1), lease=leases, shard=st.integers(0, SHARDS - 1))
     def load(self, who: int, lease: tuple[int, p.Found], shard: int) -> None:
@@ -218,6 +235,7 @@ class StorageMachine(RuleBasedStateMachine):
         assert not self.shelf.frames
         self.run(self.stack.aclose())
         self.loop.close()
+        loads.BATCH_FRAMES = self.frames_in_batch
 
 
 TestStorage = StorageMachine.TestCase
