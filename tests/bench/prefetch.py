@@ -173,7 +173,7 @@ def tier_down() -> list[Row]:
         beside.host.loop.call_soon_threadsafe(tier.look)
         while tier.readable:
             time.sleep(0.01)
-        for number in range(201):
+        for number in range(1001):
             keys, fresh = chain(32, 1), chain(1, 1000 + number)
             head = chain(32, 1)
             times = []
