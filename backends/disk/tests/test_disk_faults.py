@@ -155,7 +155,7 @@ def check_gone(backend: FolderBackend, root: Path) -> None:
     assert "Errno" in health.detail
 
 
-def test_vanished_directory_comes_back(open_disk: Open, tmp_path: Path) -> None:
+def test_vanished_directory_comes_back(open_disk: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "store"
     backend = open_disk()
     put(backend, 1)
@@ -172,6 +172,7 @@ def test_vanished_directory_comes_back(open_disk: Open, tmp_path: Path) -> None:
     assert backend.health().state is HealthState.OK
     put(backend, 1)
     assert get(backend, 1)
+    monkeypatch.setattr("lmkv_backend_disk.folder.HANDOVER_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=f"owned by process {os.getpid()}"):
         open_disk()  # it was taken again
     backend.close()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -115,7 +116,8 @@ def test_only_a_few_damaged_frames_are_kept(open_disk: Open, tmp_path: Path) -> 
 # --- ownership, durability, housekeeping -----------------------------------------------------------------------------
 
 
-def test_one_owner(open_disk: Open, tmp_path: Path) -> None:
+def test_one_owner(open_disk: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_backend_disk.folder.HANDOVER_SECONDS", 0.2)
     code = (
         "import sys, time; from lmkv_backend_disk.backend import create; from lmkv.specs import BackendContext;"
         "from lmkv_backend_disk.options import DiskOptions;"
@@ -137,6 +139,22 @@ def test_one_owner(open_disk: Open, tmp_path: Path) -> None:
     assert not leftover.exists()
     assert (root / "lock").read_text() == f"{os.getpid()}\n"
     put(backend, 1)
+
+
+def test_taken_over_from_one_that_is_closing(open_disk: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine is started with an edited stack while the service of the stack before still writes what it owes."""
+    before = open_disk()
+    put(before, 1)
+    ends = threading.Timer(0.5, before.close)
+    ends.start()
+    try:
+        after = open_disk()
+    finally:
+        ends.join()
+    assert list(after.contains([make_key(1)])) == [True]
+    waiting = [record for record in caplog.records if "waiting for it to end" in record.getMessage()]
+    assert len(waiting) == 1
+    assert str(os.getpid()) in waiting[0].getMessage()
 
 
 def test_fsync_publish_flushes_before_and_after_the_rename(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import os
 import re
 import stat
@@ -23,10 +24,16 @@ if TYPE_CHECKING:
     from lmkv.types import ChunkKey
     from lmkv_backend_disk.options import DiskOptions
 
+log = logging.getLogger(__name__)
+
 TEMP: Final = "temp"
 DAMAGED: Final = "damaged"
 DAMAGED_KEPT: Final = 4
 """Files in `damaged/`; the oldest go. They do not count towards the capacity."""
+
+HANDOVER_SECONDS: Final = 15.0
+"""Time that a new owner gives the one before to end: a service whose last client has gone lingers and then closes."""
+_HANDOVER_PAUSE: Final = 0.05
 
 _TEMP_NAME: Final = re.compile(r"[0-9]+-[0-9]+\.part")
 _NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -54,7 +61,7 @@ class Folder:
         capacity: bytes of frames that will lie in it at most, or None; bounds the log of trailers.
 
     Raises:
-        ConfigError: the directory cannot be used, or somebody else owns it.
+        ConfigError: the directory cannot be used, or somebody else owns it and does not end within `HANDOVER_SECONDS`.
     """
 
     def __init__(self, options: DiskOptions, capacity: int | None) -> None:
@@ -70,7 +77,7 @@ class Folder:
                 os.makedirs(os.path.dirname(self.root), exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.root, 0o700)
-            self._lock()
+            self._take_over()
             self._make_folders()
             self._clear_temp()
         except OSError as e:
@@ -193,6 +200,23 @@ class Folder:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if self._mounted and not os.path.ismount(self.root):  # the bare mount point is not our disk
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    def _take_over(self) -> None:
+        """Become the owner, as soon as the one before lets go: a service that stops writes what it owes first."""
+        until = time.monotonic() + HANDOVER_SECONDS
+        said = False
+        while True:
+            try:
+                self._lock()
+            except ConfigError as e:
+                if time.monotonic() > until:
+                    raise
+                if not said:
+                    log.warning("%s; waiting for it to end, %g s at most", e, HANDOVER_SECONDS)
+                said = True
+                time.sleep(_HANDOVER_PAUSE)
+            else:
+                return
 
     def _lock(self) -> None:
         """Become the owner, or say who is."""
