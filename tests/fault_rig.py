@@ -118,6 +118,7 @@ class DiskStore(Store):
         tier = node.manager.tier("far")
         self.backend = FaultyBackend(tier.backend)
         tier.backend = self.backend
+        tier._calls.watch._backend = self.backend
 
     def some(self, fault: Fault, *operations: str) -> None:
         assert self.backend is not None
