@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
+    from lmkv.keys import Namespace
     from lmkv.observe.clients import Who
     from lmkv.service.protocol import Reply, Request, Welcome
 
@@ -92,6 +93,12 @@ class SocketClient(StorageClient):
             with self._lock:
                 self._registered[request.namespace_json] = request
         return super().call(request)
+
+    def unregister(self, namespace: Namespace) -> None:
+        """See `StorageClient.unregister`."""
+        with self._lock:
+            self._registered.pop(namespace.json(), None)
+        super().unregister(namespace)
 
     @property
     def welcome(self) -> Welcome:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from lmkv.errors import ClosedError, ProtocolError
+from lmkv.service.protocol import Unregister
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from lmkv.keys import Namespace
     from lmkv.memory import Pool
     from lmkv.service.protocol import Message, Reply, Request, Welcome
 
@@ -134,6 +136,13 @@ class StorageClient(ABC):
             return self.connection().call(request)
         except ClosedError as e:
             return failed(e)
+
+    def unregister(self, namespace: Namespace) -> None:
+        """This client is through with a namespace: the service may forget it, and is not told of it again. Never waits.
+
+        The frames stay; whoever wants them gone clears before.
+        """
+        self.send(Unregister(namespace.id))
 
     def send(self, message: Message) -> bool:
         """`Connection.send` on the present connection; False (and nothing else) when there is none."""

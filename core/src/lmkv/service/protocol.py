@@ -2,8 +2,8 @@
 
 A frame on the socket is a 4-byte little-endian length, then one MessagePack array with the call number, then the
 tagged struct. Every request that has a reply struct is answered by that reply or by `Refused`, under the same number;
-one-way messages (`Commit`, `Abort`, `Done`, `Release`, `Trim`) are not answered. Digests travel as one blob of 32-byte
-values.
+one-way messages (`Unregister`, `Commit`, `Abort`, `Done`, `Release`, `Trim`) are not answered. Digests travel as one
+blob of 32-byte values.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ class Register(Message, frozen=True):
     """Declares a namespace by its canonical JSON (`Namespace.json`). Answered by `Ok`. Idempotent."""
 
     namespace_json: str
+
+
+class Unregister(Message, frozen=True):
+    """This session is through with a namespace: with no frame and no session left the service forgets it. One-way."""
+
+    namespace: bytes
 
 
 class Lookup(Message, frozen=True):
@@ -325,7 +331,7 @@ class Observe(Message, frozen=True):
 
 
 Request = (
-    Hello | Register | Lookup | Extend | Trim | Release | Acquire | Done | Reserve | Commit | Abort
+    Hello | Register | Unregister | Lookup | Extend | Trim | Release | Acquire | Done | Reserve | Commit | Abort
     | Pin | Unpin | Prefetch | Move | Recode | Clear | GetHealth | Observe
 )  # fmt: skip
 Reply = Welcome | Refused | Ok | Found | Loaded | Reserved | Cleared | HealthReport

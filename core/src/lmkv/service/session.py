@@ -43,6 +43,7 @@ class Session:
         self.holds: dict[int, list[MemoryObject]] = {}
         self._acquired: dict[int, tuple[p.Acquire, list[int]]] = {}
         self.reservations: dict[int, list[Slot]] = {}
+        self._namespaces: set[bytes] = set()
         self._manager = manager
         self._stack = manager.stack
         self._metrics = metrics or Clients(manager.metrics).open(NOBODY)
@@ -52,6 +53,7 @@ class Session:
         lookups = Lookups(manager, self._metrics, self.leases)
         self._verbs: dict[type[p.Message], Callable[..., p.Message | Awaitable[p.Message] | None]] = {
             p.Register: self._register,
+            p.Unregister: self._unregister,
             p.Lookup: lookups.lookup,
             p.Extend: lookups.extend,
             p.Trim: self._trim,
@@ -89,14 +91,24 @@ class Session:
             self._done(p.Done(number))
         for number in list(self.leases):
             self._release(p.Release(number))
+        for namespace in list(self._namespaces):
+            self._unregister(p.Unregister(namespace))
         self._manager.sessions.discard(self)
         self._metrics.close()
 
     # --- look-up -----------------------------------------------------------------------------------------------------
 
     def _register(self, message: p.Register) -> p.Ok:
-        self._manager.register(message.namespace_json)
+        namespace = self._manager.register(message.namespace_json)
+        if namespace.id not in self._namespaces:
+            self._namespaces.add(namespace.id)
+            namespace.clients += 1
         return p.Ok()
+
+    def _unregister(self, message: p.Unregister) -> None:
+        if message.namespace in self._namespaces:
+            self._namespaces.discard(message.namespace)
+            self._manager.index.namespace(message.namespace).clients -= 1
 
     def _trim(self, message: p.Trim) -> None:
         lease = self._manager.holdings.get(message.lease)

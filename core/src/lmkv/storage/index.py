@@ -131,10 +131,12 @@ class NamespaceIndex:
     `shards` is 0 until a client has registered the namespace: frames found on disk wait for that.
     """
 
-    __slots__ = ("_families", "_ghosts", "chunk_pages", "entries", "id", "layouts", "page_bytes", "shards")
+    __slots__ = ("_families", "_ghosts", "chunk_pages", "clients", "entries", "id", "layouts", "page_bytes", "shards")
 
     def __init__(self, identity: bytes) -> None:
         self.id = identity
+        self.clients = 0
+        """Sessions that have registered it."""
         self.shards = 0
         self.chunk_pages = 0
         self.page_bytes: tuple[int, ...] = ()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.plugins import PluginHost
-    from lmkv.storage.index import Entry
+    from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Slot
     from lmkv.storage.tier import Tier
 
@@ -144,7 +144,7 @@ class StorageManager:
 
     # --- namespaces --------------------------------------------------------------------------------------------------
 
-    def register(self, text: str) -> None:
+    def register(self, text: str) -> NamespaceIndex:
         """Make a namespace usable; refuses one whose frames can never fit, with the numbers."""
         namespace = Namespace.from_json(text)
         prefixes = namespace.chunk_pages - 1
@@ -165,13 +165,14 @@ class StorageManager:
             )
         known = self.index.namespace(namespace.id)
         if known.shards:
-            return
+            return known
         known.shards = namespace.shards
         known.chunk_pages = namespace.chunk_pages
         known.page_bytes = namespace.page_bytes
         known.layouts = namespace.layouts
         for tier in self.stack.tiers:
             tier.describe(namespace.id, text)
+        return known
 
     async def recover(self) -> None:
         """Take the frames that persistent tiers still hold into the index, oldest first, and enforce the capacities."""
