@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -173,8 +173,24 @@ def test_a_failing_callback_leaves_the_policy_whole(policy: type) -> None:
 
     before = list(real.victims(9, one, always))
     with pytest.raises(RuntimeError):
-        real.victims(9, one, fail)
+        list(real.victims(9, one, fail))
     assert list(real.victims(9, one, always)) == before
+
+
+@pytest.mark.parametrize("policy", [LRU, LeafFirstLRU])
+def test_victims_are_found_as_they_are_taken(policy: type) -> None:
+    real = policy()
+    for number in range(5000):
+        real.add(key(number), None)
+    asked: list[ChunkKey] = []
+
+    def free(candidate: ChunkKey) -> bool:
+        asked.append(candidate)
+        return True
+
+    assert list(islice(real.victims(1 << 30, one, free), 256)) == [key(number) for number in range(256)]
+    assert len(asked) == 256
+    assert list(real.victims(3, one, always)) == [key(0), key(1), key(2)], "what was looked at is still there"
 
 
 def test_endless_touching_and_replacing_keeps_the_heap_small() -> None:

@@ -154,7 +154,8 @@ class EvictionPolicy(Protocol):
     ) -> Iterable[ChunkKey]:
         """Keys to evict, in order, until `nbytes` are covered; only keys for which `free(key)` holds.
 
-        May give fewer. Does not change the policy's own state; the tier calls `remove` for what it evicts.
+        May give fewer, and may look for each when it is taken: the policy is not changed before the last was taken or
+        the iterator is dropped. Does not change the policy's own state; the tier calls `remove` for what it evicts.
         """
 
 

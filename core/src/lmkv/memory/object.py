@@ -45,9 +45,10 @@ class MemoryObject:
     Attributes:
         offset: bytes from the start of the pool; 0 for an object over somebody's own buffer.
         nbytes: length of `view` in bytes, as asked for; the memory taken is rounded up to `lmkv.types.ALIGNMENT`.
+        passing: it counts in `Pool.passing_bytes`.
     """
 
-    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset")
+    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset", "passing")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, owners: dict[str, int] | None = None) -> None:
         """For arenas only: use `Pool.allocate` or `MemoryObject.over`. Starts with one count."""
@@ -58,6 +59,7 @@ class MemoryObject:
         self._count = 1
         self._owners = owners
         self._view: memoryview | None = None
+        self.passing = False
 
     @classmethod
     def over(cls, buffer: Any) -> MemoryObject:

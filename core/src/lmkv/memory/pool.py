@@ -35,6 +35,7 @@ class Pool:
         nbytes: length of the arena in bytes.
         hugepages: the arena lies in reserved hugepages.
         lock: guards the allocator and all owner counts.
+        passing_bytes: bytes in objects that were allocated as `passing` and not kept.
     """
 
     def __init__(self, fd: int, nbytes: int, *, extents: Extents, hugepages: bool, prefault: bool, trace: bool) -> None:
@@ -50,6 +51,7 @@ class Pool:
         self._view = memoryview(mapping)
         self._extents = extents
         self._live: dict[int, MemoryObject] | None = {} if trace else None
+        self.passing_bytes = 0
         self._closed = False
         self._prefault = Prefault(mapping) if prefault else None
 
@@ -166,10 +168,11 @@ class Pool:
         """Where this process has mapped the arena, for DMA registration. Valid until `close`."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.view))
 
-    def allocate(self, nbytes: int, owner: str) -> MemoryObject | None:
+    def allocate(self, nbytes: int, owner: str, *, passing: bool = False) -> MemoryObject | None:
         """An object of `nbytes` bytes with one count for `owner`, or None when no extent is large enough. Never waits.
 
-        Its content is whatever was there before.
+        Its content is whatever was there before. `passing`: it is on its way to somewhere, and counted so until the
+        last release or `keep`.
 
         Raises:
             ValueError: `nbytes` is not positive.
@@ -183,10 +186,23 @@ class Pool:
             offset = self._extents.take((nbytes + _MASK) & ~_MASK)
             if offset < 0:
                 return None
-            if self._live is None:
-                return MemoryObject(self, offset, nbytes)
-            obj = self._live[offset] = MemoryObject(self, offset, nbytes, {owner: 1})
+            obj = MemoryObject(self, offset, nbytes, None if self._live is None else {owner: 1})
+            if self._live is not None:
+                self._live[offset] = obj
+            if passing:
+                obj.passing = True
+                self.passing_bytes += (nbytes + _MASK) & ~_MASK
             return obj
+
+    def keep(self, obj: MemoryObject) -> None:
+        """`obj` stays where it is: it is no longer `passing`. Idempotent."""
+        with self.lock:
+            self._pass(obj)
+
+    def _pass(self, obj: MemoryObject) -> None:
+        if obj.passing:
+            obj.passing = False
+            self.passing_bytes -= (obj.nbytes + _MASK) & ~_MASK
 
     def cut(self, offset: int, nbytes: int) -> memoryview:
         """The bytes `[offset, offset + nbytes)`, for clients that were told where an object lies.
@@ -202,6 +218,7 @@ class Pool:
     def reclaim(self, obj: MemoryObject) -> None:
         """For `MemoryObject`: its last count has gone. Called under `lock`."""
         self._extents.give(obj.offset, (obj.nbytes + _MASK) & ~_MASK)
+        self._pass(obj)
         if self._live is not None:
             del self._live[obj.offset]
 
@@ -210,6 +227,8 @@ class Pool:
         kept, taken = (nbytes + _MASK) & ~_MASK, (obj.nbytes + _MASK) & ~_MASK
         if kept < taken:
             self._extents.give(obj.offset + kept, taken - kept)
+            if obj.passing:
+                self.passing_bytes -= taken - kept
 
     def holders(self) -> list[Holding]:
         """Every live object and who holds it, ascending by offset. Empty unless made with `trace`."""

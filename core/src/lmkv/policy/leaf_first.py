@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _SLACK: Final = 64
 
@@ -102,9 +102,8 @@ class LeafFirstLRU:
 
     def victims(
         self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
-    ) -> Iterable[ChunkKey]:
-        """Keys to evict, in order, until `nbytes` are covered."""
-        chosen: list[ChunkKey] = []
+    ) -> Iterator[ChunkKey]:
+        """Keys to evict, in order, until `nbytes` are covered; each is looked for when it is taken."""
         seen: list[_Entry] = []
         # Chunks that become leaves when what is chosen has gone, and how many continuations of each are chosen.
         opened: list[tuple[int, _Entry]] = []
@@ -116,7 +115,7 @@ class LeafFirstLRU:
                     break
                 if not free(entry.key):
                     continue
-                chosen.append(entry.key)
+                yield entry.key
                 nbytes -= size(entry.key)
                 before = self._entries.get(entry.parent) if entry.parent is not None else None
                 if before is not None:
@@ -126,7 +125,6 @@ class LeafFirstLRU:
         finally:
             for entry in seen:
                 self._queue(entry)
-        return chosen
 
     def _next(self, opened: list[tuple[int, _Entry]], seen: list[_Entry]) -> _Entry | None:
         """Take the least recently used of `opened` and the leaves; leaves go to `seen`, to be put back."""

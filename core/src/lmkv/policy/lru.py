@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lmkv.types import ChunkKey
 
@@ -38,15 +38,13 @@ class LRU:
 
     def victims(
         self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
-    ) -> Iterable[ChunkKey]:
-        """Keys to evict, in order, until `nbytes` are covered."""
-        chosen: list[ChunkKey] = []
+    ) -> Iterator[ChunkKey]:
+        """Keys to evict, in order, until `nbytes` are covered; each is looked for when it is taken."""
         if nbytes <= 0:
-            return chosen
+            return
         for key in self._keys:
             if free(key):
-                chosen.append(key)
+                yield key
                 nbytes -= size(key)
                 if nbytes <= 0:
-                    break
-        return chosen
+                    return

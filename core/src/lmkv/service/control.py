@@ -75,7 +75,7 @@ class Control:
             there = [part.tiers & source.bit for part in entry.shards.values()]
             if not all(there):
                 continue
-            entry.holds += 1
+            entry.hold()
             try:
                 copied = await asyncio.gather(
                     *(
@@ -85,7 +85,7 @@ class Control:
                     )
                 )
             finally:
-                entry.holds -= 1
+                entry.let_go()
             if all(copied):
                 count += 1
                 if not message.keep:

@@ -150,7 +150,7 @@ class Session:
         """When all is loaded or the patience at its end; at once when the lease ends: nobody wants it any more."""
         held = [entry for entry in entries if entry is not None]
         for entry in held:
-            entry.holds += 1  # until the answer says where it lies
+            entry.hold()  # until the answer says where it lies
         over = lease.over
         try:
             for future in loading:
@@ -165,7 +165,7 @@ class Session:
             return self._loaded(message, entries, {} if worst is None else {message.shard: worst})
         finally:
             for entry in held:
-                entry.holds -= 1
+                entry.let_go()
                 self._stack.settle(entry)
 
     def _loaded(self, message: p.Acquire, entries: list[Entry | None], reasons: dict[int, MissReason]) -> p.Loaded:

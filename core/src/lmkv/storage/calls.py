@@ -69,7 +69,7 @@ class Limits(NamedTuple):
 
 
 class Calls:
-    """Runs requests of one tier.
+    """Runs requests of one tier. `on_room` is called when a late call has given back the memory that it was lent.
 
     Attributes:
         watch: the tier's breakers, and what closes them again.
@@ -77,7 +77,9 @@ class Calls:
         last_error: what went wrong last, for people.
     """
 
-    def __init__(self, tier: str, driver: Driver, watch: Watch, limits: Limits, metrics: Metrics) -> None:
+    def __init__(  # noqa: PLR0917  every part is given
+        self, tier: str, driver: Driver, watch: Watch, limits: Limits, metrics: Metrics, on_room: Callable[[], None]
+    ) -> None:
         self.driver = driver
         self.watch = watch
         self.costs = {"get": Cost(), "put": Cost(least=1), "decode": Cost(least=1)}
@@ -85,6 +87,7 @@ class Calls:
         self._tier = tier
         self._limits = limits
         self._metrics = metrics
+        self._on_room = on_room
         self._overdue: set[Call] = set()
         self._pending: dict[Call, tuple[Request, asyncio.Future[list[Outcome]]]] = {}
 
@@ -110,7 +113,10 @@ class Calls:
             self._pending.pop(call, None)
             outcomes = self._outcomes(request, value, error)
             self._judge(request, call, outcomes, error, seconds, late=waiting.done())
+            late = waiting.done()
             _settle(request, waiting, outcomes)
+            if late and request.objects:
+                self._on_room()
             self._trim()
 
         def done(value: object, error: BaseException | None, seconds: float) -> None:

@@ -84,6 +84,7 @@ class Demotion:
         part = entry.shards.get(shard)
         if (
             part is None
+            or not entry.namespace.shards  # found at a start, and nobody has said yet what it is
             or part.tiers & lower.bit
             or part.writes
             or not lower.takes(part.key, lower.coder.bound(part.nbytes))

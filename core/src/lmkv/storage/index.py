@@ -79,6 +79,22 @@ class Entry:
         self.leaving = 0
         """Bits of tiers that it leaves with the last hold."""
 
+    def hold(self) -> None:
+        """Somebody counts on it: it is no victim until `let_go`, and what it needs of the pool is spoken for."""
+        books = self.namespace.books
+        books.holds += 1
+        if not self.holds:
+            books.nbytes += self.pages * self.namespace.page_total
+        self.holds += 1
+
+    def let_go(self) -> None:
+        """Gives back one `hold`; settling the entry is the caller's."""
+        books = self.namespace.books
+        books.holds -= 1
+        self.holds -= 1
+        if not self.holds:
+            books.nbytes -= self.pages * self.namespace.page_total
+
     @property
     def prefixes(self) -> tuple[bytes, ...]:
         """Digests of its first 1 … pages-1 pages, or empty. Made anew at each call."""
@@ -122,6 +138,21 @@ Family: TypeAlias = dict[bytes, dict[Entry, None]]
 """Page prefix → the entries that begin with it; at least two begin with the same page."""
 
 
+class Books:
+    """Sums over all entries that somebody holds.
+
+    Attributes:
+        holds: how often they are held.
+        nbytes: of their pages, all shards, each entry once.
+    """
+
+    __slots__ = ("holds", "nbytes")
+
+    def __init__(self) -> None:
+        self.holds = 0
+        self.nbytes = 0
+
+
 class NamespaceIndex:
     """The chunks of one namespace, by digest and by the digests of their page prefixes.
 
@@ -131,12 +162,18 @@ class NamespaceIndex:
     `shards` is 0 until a client has registered the namespace: frames found on disk wait for that.
     """
 
-    __slots__ = ("_families", "_ghosts", "chunk_pages", "clients", "entries", "id", "layouts", "page_bytes", "shards")
+    __slots__ = (
+        "_families", "_ghosts", "books", "chunk_pages", "clients", "entries", "id", "layouts", "page_bytes",
+        "page_total", "shards",
+    )  # fmt: skip
 
-    def __init__(self, identity: bytes) -> None:
+    def __init__(self, identity: bytes, books: Books | None = None) -> None:
         self.id = identity
+        self.books = books or Books()
         self.clients = 0
         """Sessions that have registered it."""
+        self.page_total = 0
+        """Bytes of a page, all shards."""
         self.shards = 0
         self.chunk_pages = 0
         self.page_bytes: tuple[int, ...] = ()
@@ -241,16 +278,17 @@ def _join(family: Family, entry: Entry) -> None:
 class Index:
     """All namespaces of the node."""
 
-    __slots__ = ("namespaces",)
+    __slots__ = ("books", "namespaces")
 
     def __init__(self) -> None:
         self.namespaces: dict[bytes, NamespaceIndex] = {}
+        self.books = Books()
 
     def namespace(self, identity: bytes) -> NamespaceIndex:
         """The namespace, made if it is not there."""
         found = self.namespaces.get(identity)
         if found is None:
-            found = self.namespaces[identity] = NamespaceIndex(identity)
+            found = self.namespaces[identity] = NamespaceIndex(identity, self.books)
         return found
 
     def registered(self, identity: bytes) -> NamespaceIndex:

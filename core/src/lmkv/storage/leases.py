@@ -42,7 +42,7 @@ class Lease:
         self._copied: dict[int, set[int]] = {}
         for entry in entries:
             if entry is not None:
-                entry.holds += 1
+                entry.hold()
 
     @property
     def over(self) -> asyncio.Future[None]:
@@ -77,7 +77,7 @@ class Lease:
 
     def add_partial(self, entry: Entry) -> None:
         """Put the frame behind the last full chunk under the lease."""
-        entry.holds += 1
+        entry.hold()
         self.entries.append(entry)
 
     def drop(self, first: int, stop: int) -> Iterator[Entry]:
@@ -85,7 +85,7 @@ class Lease:
         for i in range(max(0, first), min(stop, len(self.entries))):
             entry, self.entries[i] = self.entries[i], None
             if entry is not None:
-                entry.holds -= 1
+                entry.let_go()
                 yield entry
 
 

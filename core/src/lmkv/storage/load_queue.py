@@ -44,17 +44,19 @@ class Batch:
         priority: as in `lmkv.storage.driver`; that of the most urgent who waits for any of them.
         tried: bits of the tiers that were asked for these frames before.
         keep: somebody wants them who holds no lease.
+        passing: nobody wants them but a copy to another tier.
         nbytes: of the frames, as far as is known.
         since: time (`time.monotonic`) from which on it has waited.
     """
 
-    __slots__ = ("keep", "nbytes", "order", "priority", "running", "since", "tier", "tried", "wants")
+    __slots__ = ("keep", "nbytes", "order", "passing", "priority", "running", "since", "tier", "tried", "wants")
 
-    def __init__(self, tier: Tier, priority: int, *, tried: int = 0, keep: bool = False) -> None:
+    def __init__(self, tier: Tier, priority: int, *, tried: int = 0, keep: bool = False, passing: bool = False) -> None:
         self.tier = tier
         self.priority = priority
         self.tried = tried
         self.keep = keep
+        self.passing = passing
         self.wants: list[Wanted] = []
         self.nbytes = 0
         self.order = next(_orders)
@@ -68,7 +70,7 @@ class Batch:
 
     def rest(self, wants: list[Wanted], nbytes: int) -> Batch:
         """A batch of what could not be loaded with this one yet, in its place."""
-        made = Batch(self.tier, self.priority, tried=self.tried, keep=self.keep)
+        made = Batch(self.tier, self.priority, tried=self.tried, keep=self.keep, passing=self.passing)
         made.wants, made.nbytes, made.order, made.since = wants, nbytes, self.order, self.since
         return made
 

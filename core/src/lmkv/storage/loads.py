@@ -41,19 +41,20 @@ class Loads:
         self._queues = {tier.number: LoadQueue(tier.settings.threads) for tier in stack.tiers if not tier.resident}
         self._batches: dict[Shard, Batch] = {}
 
-    def start(self, wanted: Iterable[Wanted], *, priority: int, keep: bool = False) -> None:
+    def start(self, wanted: Iterable[Wanted], *, priority: int, keep: bool = False, passing: bool = False) -> None:
         """Begin to load what is neither in the pool nor on its way; in the order given, in batches per tier.
 
         What is on its way already gets the higher of both priorities. The caller keeps the entries held until the loads
-        have ended; with `keep` they need not be held, and are loaded all the same, but may be gone soon.
+        have ended; with `keep` they need not be held, and are loaded all the same, but may be gone soon. What is only
+        `passing` on to another tier goes into no resident one, unless somebody else wants it there.
         """
         batches: dict[int, Batch] = {}
         for want in wanted:
             part = want.part
-            if part is None or self._resident(part):
+            if part is None or self._resident(want, part) or want.part is None:
                 continue
             if part.loading is not None:
-                self._join(part, priority, keep=keep)
+                self._join(part, priority, keep=keep, passing=passing)
                 continue
             part.loading = asyncio.get_running_loop().create_future()
             tier = self.source(part)
@@ -62,7 +63,7 @@ class Loads:
                 continue
             batch = batches.get(tier.number)
             if batch is None:
-                batch = batches[tier.number] = Batch(tier, priority, keep=keep)
+                batch = batches[tier.number] = Batch(tier, priority, keep=keep, passing=passing)
             batch.wants.append(want)
             batch.nbytes += self.stored_bytes(tier, part)
             self._batches[part] = batch
@@ -85,9 +86,9 @@ class Loads:
         if wanted:
             self.start(wanted, priority=priority)
 
-    async def load_one(self, entry: Entry, shard: int, *, priority: int) -> MissReason | None:
+    async def load_one(self, entry: Entry, shard: int, *, priority: int, passing: bool = False) -> MissReason | None:
         """Have one frame in the pool; None when it is there, else why not. The caller holds the entry."""
-        self.start([Wanted(entry, shard)], priority=priority)
+        self.start([Wanted(entry, shard)], priority=priority, passing=passing)
         part = entry.shards.get(shard)
         if part is None:
             return MissReason.EVICTED
@@ -136,11 +137,12 @@ class Loads:
         """Bytes of a frame in `tier`; of one in a shared store only the most is known that it can have."""
         return tier.index.get(part.key) or stored_bound(part.nbytes)
 
-    def _join(self, part: Shard, priority: int, *, keep: bool) -> None:
+    def _join(self, part: Shard, priority: int, *, keep: bool, passing: bool) -> None:
         """Somebody else wants a frame that is on its way."""
         batch = self._batches.get(part)
         if batch is not None:
             batch.keep |= keep
+            batch.passing &= passing
             self._queues[batch.tier.number].urge(batch, priority)
             self._pump(batch.tier)
 
@@ -155,9 +157,17 @@ class Loads:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _resident(self, part: Shard) -> bool:
+    def _resident(self, want: Wanted, part: Shard) -> bool:
+        """It is in the pool. Where the books say so wrongly they are put right."""
         ram = self._stack.ram
-        return part.staged is not None or (ram is not None and bool(part.tiers & ram.bit))
+        if part.staged is not None:
+            return True
+        if ram is None or not part.tiers & ram.bit:
+            return False
+        if part.key in ram.index:
+            return True
+        self._stack.lost(want.entry, want.shard, ram, MissReason.EVICTED)
+        return False
 
     async def _load(self, batch: Batch) -> None:
         """Load a batch from its tier; what that could not give waits for the next tier that has it."""
@@ -189,7 +199,9 @@ class Loads:
                 continue
             after = following.get(source.number)
             if after is None:
-                after = following[source.number] = Batch(source, batch.priority, tried=tried, keep=batch.keep)
+                after = following[source.number] = Batch(
+                    source, batch.priority, tried=tried, keep=batch.keep, passing=batch.passing
+                )
             after.wants.append(want)
             after.nbytes += self.stored_bytes(source, part)
             self._batches[part] = after
@@ -215,7 +227,7 @@ class Loads:
             results = await tier.get(keys, [obj for _, obj in ready], priority=priority)
             for (want, obj), result in zip(list(ready), results, strict=True):
                 try:
-                    reason = await self._take(tier, want, obj, result, priority, deadline)
+                    reason = await self._take(batch, want, obj, result, deadline)
                 finally:
                     del ready[0]
                     obj.release("load")
@@ -239,7 +251,7 @@ class Loads:
             if part is None:
                 continue
             if ready:
-                obj = self._stack.allocate(nbytes, "load", staging=True)
+                obj = self._stack.allocate(nbytes, "load", staging=True, spare=batch.passing)
             else:
                 obj = await self._first_room(batch, nbytes, deadline)
             if obj is None:
@@ -261,15 +273,16 @@ class Loads:
         queue.hungry.add(batch)
         self._pump(batch.tier)
         try:
-            return await self._stack.staging(nbytes, deadline, lambda: queue.first(batch))
+            return await self._stack.staging(nbytes, deadline, lambda: queue.first(batch), spare=batch.passing)
         finally:
             queue.hungry.discard(batch)
             self._stack.roomier()
 
-    async def _take(  # noqa: PLR0917  all that is known of one arrived frame
-        self, tier: Tier, want: Wanted, obj: MemoryObject, result: GetResult, priority: int, deadline: float
+    async def _take(
+        self, batch: Batch, want: Wanted, obj: MemoryObject, result: GetResult, deadline: float
     ) -> MissReason | None:
         """Put an arrived frame into its place, or say why it is none."""
+        tier, priority = batch.tier, min(batch.priority, QUEUED)
         entry, shard = want
         part = entry.shards.get(shard)
         if part is None:
@@ -283,7 +296,8 @@ class Loads:
         if trailer is None or trailer.codec == IDENTITY:
             part.sealed = True
             obj.shorten(result.outcome.nbytes)
-            self._stack.place(entry, shard, obj, promote=tier.settings.read == "promote")
+            promote = tier.settings.read == "promote" and not batch.passing
+            self._stack.place(entry, shard, obj, promote=promote)
             self._end(want, None)
             return None
         target = await self._stack.staging(self._stack.frame_size(entry, shard), deadline)
@@ -295,7 +309,8 @@ class Loads:
                 self._mourn(tier, want, reason)
                 return reason
             part.sealed = True
-            self._stack.place(entry, shard, target, promote=tier.settings.read == "promote")
+            promote = tier.settings.read == "promote" and not batch.passing
+            self._stack.place(entry, shard, target, promote=promote)
         finally:
             target.release("load")
         self._end(want, None)

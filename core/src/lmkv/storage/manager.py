@@ -169,6 +169,7 @@ class StorageManager:
         known.shards = namespace.shards
         known.chunk_pages = namespace.chunk_pages
         known.page_bytes = namespace.page_bytes
+        known.page_total = sum(namespace.page_bytes)
         known.layouts = namespace.layouts
         for tier in self.stack.tiers:
             tier.describe(namespace.id, text)
@@ -184,7 +185,8 @@ class StorageManager:
             if damaged:
                 tier.set_aside(damaged)
                 self.metrics.inc("lmkv_corrupt_frames_total", len(damaged), tier=tier.name)
-            self.stack.evict(tier, tier.shortfall(0))
+            if tier.settings.write != "never":
+                self.stack.evict(tier, tier.shortfall(0), whole=False)
 
     # --- promises ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class StorageManager:
             "leases": len(self.holdings.leases),
             "holds": sum(len(s.holds) for s in self.sessions),
             "reservations": sum(len(s.reservations) for s in self.sessions),
-            "entries": sum(e.holds for n in self.index.namespaces.values() for e in n.entries.values()),
+            "entries": self.index.books.holds,
             "sessions": len(self.sessions),
         }
 

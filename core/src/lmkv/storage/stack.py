@@ -4,14 +4,16 @@ Bytes reach a tier in three ways: a store (`write: through`), ahead of an evicti
 operator's move. They come up by a load, which many may wait for and which is done once. All methods run on the
 storage loop.
 
-Room. The pool holds the resident tier, frames being filled by clients, and staging: what loads need on their way up.
-A store may not eat into the staging reserve and never waits: it evicts or is rejected. A load may wait for memory
-until its deadline.
+Room. The pool holds the resident tier, frames being filled by clients or on their way down, and staging: what loads
+need on their way up. A store may not eat into the staging reserve and never waits: it evicts or is rejected, and then
+it has evicted nothing. A load may wait for memory until its deadline. A copy from one slow tier to another is a load
+that may use half of the reserve, and pushes nothing out of the resident tier.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from lmkv.observe.metrics import Metrics
     from lmkv.storage.index import Entry, Index
     from lmkv.storage.tier import Tier
+
+log = logging.getLogger(__name__)
 
 
 class Stack:
@@ -53,45 +57,46 @@ class Stack:
         self.loads = Loads(self)
         for tier in tiers:
             tier.on_late_put = self._late_put(tier)
+            tier.on_room = self.roomier
 
     # --- room --------------------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, owner: str, *, staging: bool = False) -> MemoryObject | None:
+    def allocate(self, nbytes: int, owner: str, *, staging: bool = False, spare: bool = False) -> MemoryObject | None:
         """Memory for a frame, evicting from the resident tier as needed; None when there is none now. Never waits.
 
-        `staging`: for a load, which may use the reserve.
+        `staging`: for a load, which may use the reserve; `spare`: for one that no request needs.
         """
-        ram = self.ram
-        if not staging:
+        pool, ram = self.pool, self.ram
+        if spare:
+            if pool.passing_bytes and pool.passing_bytes + nbytes > self._staging // 2:
+                return None
+            return pool.allocate(nbytes, owner, passing=True)
+        if staging:
+            short = nbytes - pool.free_bytes
+        else:
+            reserve = max(0, self._staging - pool.passing_bytes)
+            short = nbytes + reserve - pool.free_bytes
             if ram is not None:
-                short = ram.shortfall(nbytes + self.filling_bytes)
-                if short > 0:
-                    self.evict(ram, short)
-                    if ram.shortfall(nbytes + self.filling_bytes) > 0:
-                        return None
-            free = self.pool.free_bytes
-            loads = self.pool.nbytes - free - self.filling_bytes - (0 if ram is None else ram.used)
-            least = nbytes + max(0, self._staging - loads)
-            if free < least:
-                if ram is not None:
-                    self.evict(ram, least - free)
-                if self.pool.free_bytes < least:
-                    return None
-        obj = self.pool.allocate(nbytes, owner)
-        while obj is None and ram is not None and self.evict(ram, nbytes):
-            obj = self.pool.allocate(nbytes, owner)
+                short = max(short, ram.shortfall(nbytes + self.filling_bytes))
+        if short > 0 and (ram is None or not self.evict(ram, short)):
+            return None
+        obj = pool.allocate(nbytes, owner, passing=staging)
+        while obj is None and ram is not None and self.evict(ram, nbytes, whole=not staging):  # free, but in pieces
+            obj = pool.allocate(nbytes, owner, passing=staging)
         return obj
 
     async def staging(
-        self, nbytes: int, deadline: float, turn: Callable[[], bool] | None = None
+        self, nbytes: int, deadline: float, turn: Callable[[], bool] | None = None, *, spare: bool = False
     ) -> MemoryObject | None:
         """Memory for a load; waits for somebody to let go of some until the loop's time `deadline`.
 
-        `turn`: asked each time that there may be some; False: somebody else comes first.
+        `turn`: asked each time that there may be some; False: somebody else comes first. `spare`: see `allocate`.
         """
         loop = asyncio.get_running_loop()
         while True:
-            obj = self.allocate(nbytes, "load", staging=True) if turn is None or turn() else None
+            obj = None
+            if turn is None or turn():
+                obj = self.allocate(nbytes, "load", staging=True, spare=spare)
             if obj is not None:
                 return obj
             self._room.clear()
@@ -107,24 +112,41 @@ class Stack:
         """Somebody has let go of pool memory: loads that wait try again."""
         self._room.set()
 
-    def evict(self, tier: Tier, nbytes: int) -> int:
-        """Evict at least `nbytes` from `tier` if that many are free to go; returns the number of frames evicted."""
+    def evict(self, tier: Tier, nbytes: int, *, whole: bool = True) -> int:
+        """Evict at least `nbytes` from `tier`; returns the number of frames evicted.
+
+        When fewer than `nbytes` are free to go nothing goes; without `whole` those that are free do.
+        """
         if nbytes <= 0:
             return 0
+        victims = list(self.victims(tier, nbytes))
+        if whole and sum(tier.index[key] for key in victims) < nbytes:
+            return 0
         gone = 0
-        for key in list(self.victims(tier, nbytes)):
+        for key in victims:
+            if key not in tier.index:
+                continue  # it left with another shard of its chunk
             entry = self.index.entry(key)
             if entry is None or key in tier.unreadable:
                 tier.delete([key])
                 gone += 1
             else:
+                self._count_missed(entry, tier)
                 gone += self.leave(entry, tier, MissReason.EVICTED)
         if gone:
             self.metrics.inc("lmkv_evictions_total", gone, tier=tier.name)
         return gone
 
+    def _count_missed(self, entry: Entry, tier: Tier) -> None:
+        """It is evicted before its copy to the tier below was made."""
+        if self.demotion.below(tier) is None:
+            return
+        missed = sum(1 for part in entry.shards.values() if part.tiers == tier.bit)
+        if missed:
+            self.metrics.inc("lmkv_demotions_missed_total", missed, tier=tier.name)
+
     def victims(self, tier: Tier, nbytes: int, *, written: bool = False) -> Iterable[ChunkKey]:
-        """Keys to evict from `tier` for `nbytes`, next first; changes nothing.
+        """Keys to evict from `tier` for `nbytes`, next first, found as they are taken; changes nothing.
 
         `written`: also frames of the pool that a copy downwards reads just now, which cannot go before it has ended.
         """
@@ -143,10 +165,6 @@ class Stack:
     def leave(self, entry: Entry, tier: Tier, reason: MissReason) -> int:
         """All shards of `entry` leave `tier`: one without the others is of no use."""
         gone = [n for n, shard in entry.shards.items() if shard.tiers & tier.bit]
-        if reason is MissReason.EVICTED and self.demotion.below(tier) is not None and not entry.leaving:
-            missed = sum(1 for n in gone if not entry.shards[n].tiers & ~tier.bit)
-            if missed:  # evicted before its copy was made
-                self.metrics.inc("lmkv_demotions_missed_total", missed, tier=tier.name)
         tier.delete([entry.key(n) for n in gone])
         for n in gone:
             self.lost(entry, n, tier, reason)
@@ -202,7 +220,12 @@ class Stack:
             part.staged.retain("get")
             return part.staged
         if self.ram is not None and part.tiers & self.ram.bit:
-            return self.ram.borrow(entry.key(shard))
+            obj = self.ram.borrow(entry.key(shard))
+            if obj is None:  # a fault in the books: it must not be offered for ever
+                log.error("tier %s: a frame that was promised is not there", self.ram.name, extra={"key": "promised"})
+                self.ram.forget(entry.key(shard))
+                self.lost(entry, shard, self.ram, MissReason.EVICTED)
+            return obj
         return None
 
     def place(self, entry: Entry, shard: int, obj: MemoryObject, *, promote: bool = True) -> None:
@@ -213,6 +236,7 @@ class Stack:
             short = ram.shortfall(obj.nbytes)
             if short <= 0 or (self.evict(ram, short) and ram.shortfall(obj.nbytes) <= 0):
                 ram.adopt(entry.key(shard), obj, entry.parent)
+                self.pool.keep(obj)
                 part.tiers |= ram.bit
                 self.demotion.soon()
                 return
@@ -246,7 +270,7 @@ class Stack:
         self.settle(entry)
 
     def _remove(self, entry: Entry) -> None:
-        anew = entry.namespace.entries.get(entry.digest)  # stored again while the old one was held: its frames stay
+        anew = self.index.entry(entry.key(0))  # stored again while the old one was held: its frames stay
         theirs = {} if anew is None else {n: part.tiers for n, part in anew.shards.items()}
         for tier in self.tiers:
             gone = [n for n, part in entry.shards.items() if part.tiers & ~theirs.get(n, 0) & tier.bit]
@@ -337,11 +361,11 @@ class Stack:
         self, entry: Entry, shard: int, target: Tier, *, priority: int, codec: str | None = None, replace: bool = False
     ) -> bool:
         """Copy a frame from wherever it is into `target` (a resident target: load it). True when it is there."""
-        entry.holds += 1
+        entry.hold()
         try:
             obj = self.in_pool(entry, shard)
             if obj is None:
-                await self.loads.load_one(entry, shard, priority=priority)
+                await self.loads.load_one(entry, shard, priority=priority, passing=not target.resident)
                 obj = self.in_pool(entry, shard)
             if obj is None or shard not in entry.shards:
                 return False
@@ -355,7 +379,7 @@ class Stack:
                 obj.release("get")
             return False if done is None else await done
         finally:
-            entry.holds -= 1
+            entry.let_go()
             self.settle(entry)
 
     def frame_size(self, entry: Entry, shard: int) -> int:

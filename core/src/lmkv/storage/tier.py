@@ -74,6 +74,7 @@ class Tier(Inventory):
         self.resident = isinstance(backend, ResidentBackend)
         self.shared = backend.capabilities.shared
         self.on_late_put: Callable[[ChunkKey], None] = lambda _: None
+        self.on_room: Callable[[], None] = lambda: None
         self.coder = Coder(settings.name, settings.codec, codecs, shared=backend.capabilities.shared)
         self._flushing = False
         self._doubtful: set[ChunkKey] = set()
@@ -95,7 +96,7 @@ class Tier(Inventory):
                 deadline=settings.deadline,
             )
             limits = Limits(settings.deadline, settings.queue_seconds)
-            self._calls = Calls(settings.name, driver, watch, limits, metrics)
+            self._calls = Calls(settings.name, driver, watch, limits, metrics, lambda: self.on_room())  # noqa: PLW0108  set later
 
     @property
     def readable(self) -> bool:

@@ -1,0 +1,197 @@
+"""Room: what stores, loads and copies may take of the pool, and what goes for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from storage_rig import FRAME, PAGE_BYTES, Client, Shelf, chain, namespace, storage
+
+from lmkv.service import protocol as p
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from lmkv.backend import StorageBackendInterface
+    from lmkv.keys import KeyChain
+    from lmkv.types import ChunkKey, Outcome
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(coroutine)
+
+
+def prompt(number: int) -> KeyChain:
+    """One chunk, another one for each number."""
+    return chain(range(number * 10, number * 10 + 4))
+
+
+@pytest.mark.parametrize("ram", [None, 8 * FRAME])
+def test_stores_leave_the_staging_reserve_to_loads(ram: int | None) -> None:
+    async def body() -> None:
+        shelf, gate = Shelf(), threading.Event()
+
+        def slow(_: Sequence[ChunkKey]) -> None:
+            gate.wait(10)
+
+        shelf.on_put = slow
+        below = [(shelf, {"capacity": 100 * FRAME, "deadline": 20.0})]
+        async with storage(ram=ram, pool=8 * FRAME, staging=4 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            taken = sum(client.store(client.frames(prompt(i)))[0][0] >= 0 for i in range(12))
+            try:
+                assert taken == 4
+                assert manager.pool.free_bytes >= 4 * FRAME
+            finally:
+                gate.set()
+            await client.settled()
+            assert not manager.pool.passing_bytes
+
+    run(body())
+
+
+def test_frames_that_are_filled_count_against_the_capacity() -> None:
+    async def body() -> None:
+        async with storage(ram=4 * FRAME, staging=2 * FRAME, pool=20 * FRAME) as manager:
+            client = Client(manager, namespace())
+            replies = [client.ask(p.Reserve(client.space.id, 0, tuple(client.frames(prompt(i))))) for i in range(8)]
+            for reply in replies:
+                if reply.reservation:
+                    client.ask(p.Commit(reply.reservation))
+            assert sum(reply.reservation > 0 for reply in replies) == 4
+            assert manager.tier("ram").used <= 4 * FRAME
+
+    run(body())
+
+
+def test_a_store_that_is_rejected_evicts_nothing() -> None:
+    async def body() -> None:
+        async with storage(ram=6 * FRAME, staging=FRAME) as manager:
+            client = Client(manager, namespace())
+            large = Client(manager, namespace(model="large", page_bytes=PAGE_BYTES * 4))
+            held = chain(range(16))
+            client.store(client.frames(held))
+            assert (await client.look_up(held)).chunks == 4
+            client.store(client.frames(prompt(50)))
+            client.store(client.frames(prompt(60)))
+            assert large.store(large.frames(chain(range(4)))) == [(p.REJECTED,)]
+            assert len(manager.tier("ram").index) == 6
+            assert not manager.metrics.value("lmkv_evictions_total")
+
+    run(body())
+
+
+def test_evictions_are_counted_once_for_each_frame() -> None:
+    async def body() -> None:
+        async with storage(ram=4 * FRAME) as manager:
+            client = Client(manager, namespace(2))
+            for i in range(2):
+                client.store(client.frames(prompt(i)), shards=(0, 1))
+            ram = manager.tier("ram")
+            assert manager.stack.evict(ram, 2 * FRAME) == 4 - len(ram.index) > 0
+            assert manager.metrics.value("lmkv_evictions_total") == 4 - len(ram.index)
+
+    run(body())
+
+
+def test_only_evictions_can_miss_their_demotion() -> None:
+    async def body() -> None:
+        below = [(Shelf(), {"capacity": 40 * FRAME, "write": "demote"})]
+        async with storage(ram=2 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            client.store(client.frames(chain(range(8))))
+            client.ask(p.Clear(tier="ram"))
+            assert not manager.metrics.value("lmkv_demotions_missed_total")
+            for i in range(10, 14):  # at once: no time for copies
+                client.store(client.frames(prompt(i)))
+            assert manager.metrics.value("lmkv_demotions_missed_total") == 2
+
+    run(body())
+
+
+def test_copies_from_a_slow_tier_to_a_slower_one_leave_ram_alone() -> None:
+    async def body() -> None:
+        lowest = Shelf()
+        below: list[tuple[StorageBackendInterface, dict[str, Any]]] = [
+            (Shelf(), {"capacity": 10 * FRAME}),
+            (lowest, {"capacity": 100 * FRAME, "write": "demote"}),
+        ]
+        async with storage(ram=4 * FRAME, staging=4 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            for i in range(9):
+                client.store(client.frames(prompt(i)))
+                await client.settled()
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+                await client.settled()
+            assert lowest.frames, "what goes next from the tier above is copied"
+            hot = {prompt(i).digests[0] for i in (5, 6, 7, 8)}
+            assert {key.digest for key in manager.tier("ram").index} == hot
+            copied = await client.wait(p.Move(client.space.id, prompt(4).digests[0], "shelf1", "shelf2", True))
+            assert copied.count == 1
+            assert {key.digest for key in manager.tier("ram").index} == hot
+            await client.settled()
+            assert not manager.pool.passing_bytes
+
+    run(body())
+
+
+def test_memory_of_a_call_that_returns_late_wakes_loads_that_wait() -> None:
+    async def body() -> None:
+        shelf, gate = Shelf(), threading.Event()
+        below = [(shelf, {"capacity": 40 * FRAME, "deadline": 1.0, "threads": 4, "failures": 99})]
+        async with storage(ram=None, pool=4 * FRAME, staging=2 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            for i in range(5):
+                client.store(client.frames(prompt(i)))
+                await client.settled()
+            stuck = {prompt(i).digests[0] for i in range(3)}
+
+            def get(keys: Sequence[ChunkKey]) -> Sequence[Outcome] | None:
+                if keys[0].digest in stuck:
+                    gate.wait(10)
+                return None
+
+            shelf.on_get = get
+            # Of the four frames of memory three hang in calls, and one is held.
+            holder = await client.look_up(prompt(3))
+            held = await client.wait(p.Acquire(holder.lease, 0, 0, 1))
+            for i in range(3):
+                client.ask(p.Release((await client.look_up(prompt(i))).lease))
+            await asyncio.sleep(1.2)
+            found = await client.look_up(prompt(4))
+            begin = time.monotonic()
+            asyncio.get_running_loop().call_later(0.2, gate.set)
+            loaded = await client.wait(p.Acquire(found.lease, 0, 0, 1))
+            assert loaded.offsets[0] >= 0, f"{loaded.reasons} after {time.monotonic() - begin:.2f} s"
+            client.ask(p.Done(loaded.hold))
+            client.ask(p.Done(held.hold))
+
+    run(body())
+
+
+def test_a_promise_that_the_pool_cannot_keep_is_made_only_once() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(below=[(shelf, {"capacity": 40 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            here, below = chain(range(4)), prompt(7)
+            client.store(client.frames(here))
+            await client.settled()
+            client.ask(p.Clear(tier="shelf1"))
+            client.store(client.frames(below))
+            await client.settled()
+            ram = manager.tier("ram")
+            ram.backend.clear()  # a fault: the books still say that both are there
+            lost = await client.look_up(here)
+            assert await client.load(lost, here) == [False]
+            assert (await client.look_up(here)).chunks == 0
+            for _ in range(2):
+                found = await client.look_up(below)
+                arrived = await client.load(found, below)
+            assert arrived == [True], "the tier below has it"
+
+    run(body())
