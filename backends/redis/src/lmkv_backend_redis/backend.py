@@ -85,7 +85,7 @@ class RedisBackend(StorageBackendInterface):
                     found[index] = answer is True
                 moved = [names[i] for i, answer in zip(indices, answers, strict=True) if _elsewhere(answer)]
                 if moved:  # a false no for now; redis-py finds out where to, for the next call
-                    talks.touch(self._store.following(), moved, None)
+                    talks.touch(self._store.following(), moved)
         return found
 
     def get(self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject]) -> Sequence[Outcome]:
@@ -116,7 +116,12 @@ class RedisBackend(StorageBackendInterface):
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Make frames the youngest of the server's eviction order, and begin their time anew where it slides."""
         names = [self._names.frame(key) for key in keys]
-        self._tell("touch", names, lambda channel, part: talks.touch(channel, part, self._slide))
+        slide = self._slide
+        if slide is not None:
+            self._tell("touch", names, lambda channel, part: talks.extend(channel, part, slide))
+        else:
+            alone = self._store.target.kind == "cluster"
+            self._tell("touch", names, talks.touch if alone else talks.touch_together)
 
     def describe(self, namespace: bytes, text: str) -> None:
         """Keep `text` under `<prefix>:n:<namespace>`."""

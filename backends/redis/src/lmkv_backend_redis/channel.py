@@ -50,6 +50,9 @@ class Channel(Protocol):
     def send(self, *arguments: Argument) -> None:
         """One command. It may lie here until `flush` or until a reply is asked for."""
 
+    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
+        """For each name all of the commands, with the name behind their first word: `send` many times, but quicker."""
+
     def flush(self) -> None:
         """All commands go out now."""
 
@@ -119,6 +122,18 @@ class RawChannel:
                 gathered += b"\r\n"
         self._owed += 1
         if len(gathered) >= FLUSH_BYTES or len(self._pending) >= _IOV:
+            self.flush()
+
+    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
+        """See `Channel`."""
+        pattern = b"".join(
+            b"*%d\r\n%b$%%d\r\n%%b\r\n%b" % (len(rest) + 2, _bulk(word), b"".join(map(_bulk, rest)))
+            for word, *rest in commands
+        )
+        repeat = len(commands)
+        self._gathered += b"".join([pattern % ((len(name), name) * repeat) for name in names])
+        self._owed += repeat * len(names)
+        if len(self._gathered) >= FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -285,6 +300,12 @@ class PlainChannel:
         """See `Channel`."""
         self._commands.append([bytes(each) for each in arguments])
 
+    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
+        """See `Channel`."""
+        for name in names:
+            for word, *rest in commands:
+                self.send(word, name, *rest)
+
     def flush(self) -> None:
         """See `Channel`."""
         commands, self._commands = self._commands, []
@@ -306,6 +327,10 @@ class PlainChannel:
         if len(found) <= len(view):
             view[: len(found)] = found
         return len(found)
+
+
+def _bulk(argument: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(argument), argument.replace(b"%", b"%%"))
 
 
 def _number(line: bytes) -> int:

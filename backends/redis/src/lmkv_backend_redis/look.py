@@ -89,7 +89,7 @@ def _try(store: Store, options: RedisOptions, names: Names, tier: str) -> None:
         got = talks.get(channel, [name], [into], options.part_bytes, options.ttl)[0]
         talks.ask_contains(channel, [name])
         talks.answer_contains(channel, [name])
-        talks.touch(channel, [name], None)
+        talks.touch(channel, [name])
         talks.delete(channel, [name])
     if not put.ok:
         log.warning("tier %s: %s takes no stores now: %s", tier, store_name(options), put.error)

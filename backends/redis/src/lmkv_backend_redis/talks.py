@@ -224,9 +224,7 @@ def _answer(channel: Channel, reading: _Reading, what: int) -> None:
 
 def ask_contains(channel: Channel, names: Sequence[bytes]) -> None:
     """The question, without waiting for the answer, so that several servers can be asked at once."""
-    for name in names:
-        channel.send(b"HGET", name, HEAD)
-        channel.send(b"HLEN", name)
+    channel.send_for_each(names, (b"HGET", HEAD), (b"HLEN",))
     channel.flush()
 
 
@@ -246,15 +244,27 @@ def answer_contains(channel: Channel, names: Sequence[bytes]) -> list[bool | Rep
 
 def delete(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
     """Remove keys; memory is freed in the background."""
-    for name in names:
-        channel.send(b"UNLINK", name)
+    channel.send_for_each(names, (b"UNLINK",))
     return [_passed(channel.reply()) for _ in names]
 
 
-def touch(channel: Channel, names: Sequence[bytes], ttl: float | None) -> list[Reply]:
-    """Note a use: the server's own order of eviction, and the time that is left."""
-    for name in names:
-        channel.send(*((b"TOUCH", name) if ttl is None else (b"PEXPIRE", name, milliseconds(ttl))))
+def touch(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
+    """Note a use, for the server's own order of eviction."""
+    channel.send_for_each(names, (b"TOUCH",))
+    return [_passed(channel.reply()) for _ in names]
+
+
+def touch_together(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
+    """As `touch` in a single command, for servers that have all the keys."""
+    if not names:
+        return []
+    channel.send(b"TOUCH", *names)
+    return [_passed(channel.reply())] * len(names)
+
+
+def extend(channel: Channel, names: Sequence[bytes], ttl: float) -> list[Reply]:
+    """Begin the time of keys anew, which also notes a use."""
+    channel.send_for_each(names, (b"PEXPIRE", milliseconds(ttl)))
     return [_passed(channel.reply()) for _ in names]
 
 
