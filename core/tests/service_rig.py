@@ -70,7 +70,7 @@ class FakeSession:
 
 class FakeStorage:
     def __init__(self) -> None:
-        self.config = SimpleNamespace(chunk_tokens=4, tail="pages")
+        self.config = SimpleNamespace(chunk_tokens=4, tail="pages", leases=SimpleNamespace(seconds=60.0))
         self.pool = Pool.create(1 << 16, hugepages="off", prefault=False)
         self.tiers = ("ram", "disk")
         self.sessions: list[FakeSession] = []
