@@ -198,3 +198,25 @@ def test_two_resets_at_once(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.scheduler._engine.namespace.json() == registered[1]
     assert engine.ask(tokens(13)).external == 0
     assert engine.ask(tokens(13)).external == 12
+
+
+def test_many_resets_leave_nothing_behind(rig: Any) -> None:
+    """A training loop resets after each step: neither client nor service keeps what nobody will ask for again."""
+    engine = rig.engine(ranks=2)
+    seen: set[bytes] = set()
+    gone: list[bytes] = []
+    for link in engine.links:
+        client = link.client
+        plain = client.unregister
+        client.unregister = lambda space, plain=plain: (gone.append(space.id), plain(space))
+    for number in range(6):
+        seen.add(namespace(engine))
+        engine.ask(tokens(9, 100 * number))
+        assert engine.scheduler.reset() is True
+    engine.ask(tokens(9))
+    everybody = len(engine.links)
+    assert sorted(gone) == sorted(list(seen) * everybody)
+    clients = {space.id: space.clients for space in rig.hosts[0].storage.manager.index.namespaces.values()}
+    assert clients[namespace(engine)] == everybody
+    assert not any(count for identity, count in clients.items() if identity != namespace(engine))
+    assert rig.health().tiers["ram"]["frames"] <= 3 * 2

@@ -167,9 +167,12 @@ class Epochs:
             INCIDENTS.note("reset", f"no cache until the service is another: {type(error).__name__}: {error}")
         with self._lock:
             left, self._left = self._left, []
-        kept = [engine for engine in left if not clear(engine, CLEAR_SECONDS)]
-        with self._lock:
-            self._left += kept
+        for engine in left:
+            if clear(engine, CLEAR_SECONDS):
+                engine.client.unregister(engine.namespace)
+            else:
+                with self._lock:
+                    self._left.append(engine)
 
     def _namespace(self, epoch: str) -> Namespace:
         return namespace_of(self._model, self.handshakes, self._chunk, epoch)

@@ -128,7 +128,9 @@ class WorkerSide:
         """Nothing of the step has been computed yet: save what it may overwrite."""
         self._timed = meta.timed
         if meta.namespace is not None:
-            self._namespace, self._engine = meta.namespace, None
+            before, self._engine, self._namespace = self._engine, None, meta.namespace
+            if before is not None:
+                before.client.unregister(before.namespace)
         for save in meta.early_saves:
             self._submit(save)
         if meta.fence:
@@ -201,15 +203,20 @@ class WorkerSide:
     # --- own threads ---
 
     def _cache(self, namespace: str | None) -> CacheEngine | None:
-        """The engine for a namespace; None while the service has never been reached. Waits for the registration."""
+        """The engine for a namespace; None while the service has never been reached. Waits for the registration.
+
+        None also for a namespace before the present one: its hits have been let go, and its saves nobody would find.
+        """
         engine, client = self._engine, self._link.client
-        if namespace is None or client is None:
+        if namespace is None or client is None or namespace != self._namespace:
             return None
         if engine is not None and engine.namespace.json() == namespace:
             return engine
         engine = CacheEngine(client, Namespace.from_json(namespace), shard=self._shard, gpu=self._gpu)
-        if namespace == self._namespace:
-            self._engine = engine
+        if namespace != self._namespace:  # a reset came meanwhile
+            client.unregister(engine.namespace)
+            return None
+        self._engine = engine
         return engine
 
     def _load(self, load: Load, namespace: str | None, until: float) -> None:
