@@ -304,7 +304,8 @@ def test_a_service_that_does_not_read_blocks_no_caller(path: Path, monkeypatch: 
     def welcome() -> None:
         sock, _ = listener.accept()
         taken.append(sock)
-        storage = SimpleNamespace(pool=pool, tiers=(), config=SimpleNamespace(chunk_tokens=4, tail="none"))
+        config = SimpleNamespace(chunk_tokens=4, tail="none", leases=SimpleNamespace(seconds=60.0))
+        storage = SimpleNamespace(pool=pool, tiers=(), config=config)
         message = wire.encode(0, server.welcome_of(storage))  # type: ignore[arg-type]
         socket.send_fds(sock, [message], [pool.fd])
 
