@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from service_rig import BLOB, Served, eventually
+from storage_rig import namespace
 
 from lmkv.errors import ClosedError, ConfigError
 from lmkv.service import files, peer, server
@@ -20,6 +21,7 @@ from lmkv.service.protocol import (
     GetHealth,
     Pin,
     Register,
+    Unregister,
 )
 
 if TYPE_CHECKING:
@@ -197,6 +199,25 @@ def test_a29_quick_restart(path: Path) -> None:
     assert not link.alive
     assert not link.send(Done(1))
     assert isinstance(link.call(GetHealth()).exception(0), ClosedError)
+    client.close()
+    again.stop()
+
+
+def test_what_a_client_is_through_with_is_not_registered_again(path: Path) -> None:
+    service = Served(path)
+    client = SocketClient(service.path, "test", prefault=False)
+    spaces = [namespace(model=name) for name in ("one", "two", "three")]
+    for space in spaces:
+        client.call(Register(space.json())).result(10)
+    client.unregister(spaces[0])
+    session = service.storage.sessions[0]
+    eventually(lambda: Unregister(spaces[0].id) in session.seen)
+    service.stop()
+    eventually(lambda: not client.connected)
+    client.unregister(spaces[1])
+    again = Served(path)
+    eventually(lambda: client.connected)
+    assert again.storage.sessions[0].seen == [Register(spaces[2].json())]
     client.close()
     again.stop()
 

@@ -50,6 +50,7 @@ def test_calls_are_answered_and_the_pool_is_shared(served: Served, client: Socke
     report = client.call(GetHealth()).result(10)
     assert isinstance(report, HealthReport)
     assert (client.welcome.chunk_tokens, client.welcome.tail, client.welcome.tiers) == (4, "pages", ("ram", "disk"))
+    assert client.welcome.lease_seconds == 60.0
     client.pool.view[100:103] = b"kv!"
     assert bytes(served.storage.pool.view[100:103]) == b"kv!"
     assert client.send(Done(9))
