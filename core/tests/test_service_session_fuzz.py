@@ -49,6 +49,7 @@ def request(rng: random.Random, known: list[int]) -> Any:
     shard = rng.choice([0, 0, 1, 1, 2, -1, 1 << 62])
     makers: list[Any] = [
         lambda: p.Register(rng.choice([NAMESPACE.json(), "", "{}", "[" * 500, "null", "\x00"])),
+        lambda: p.Unregister(name) if rng.random() < 0.1 else p.GetHealth(),
         lambda: p.Lookup(name, blob(rng), blob(rng), rng.random() < 0.8),
         lambda: p.Extend(number(rng, known), name, number(rng, known), blob(rng), rng.random() < 0.8),
         lambda: p.Trim(number(rng, known), number(rng, known)),
@@ -75,7 +76,7 @@ def request(rng: random.Random, known: list[int]) -> Any:
     return rng.choice(makers)()
 
 
-ONE_WAY = (p.Trim, p.Release, p.Done, p.Commit, p.Abort, p.Observe)
+ONE_WAY = (p.Unregister, p.Trim, p.Release, p.Done, p.Commit, p.Abort, p.Observe)
 
 
 @pytest.mark.parametrize("seed", range(3))
