@@ -252,7 +252,7 @@ class NamespaceIndex:
         if isinstance(family, Entry):
             del self._families[first]
             return
-        for prefix in entry.prefixes:
+        for prefix in set(entry.prefixes):  # a client may name one twice
             members = family[prefix]
             del members[entry]
             if not members:
