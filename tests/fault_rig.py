@@ -76,6 +76,10 @@ class Store:
         """Make it well again."""
         raise NotImplementedError
 
+    def touched(self) -> int:
+        """How often somebody has come to it so far."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """The test is over; it has been healed."""
 
@@ -119,6 +123,10 @@ class DiskStore(Store):
         self.backend = FaultyBackend(tier.backend)
         tier.backend = self.backend
         tier._calls.watch._backend = self.backend
+
+    def touched(self) -> int:
+        assert self.backend is not None
+        return self.backend.calls.total()
 
     def some(self, fault: Fault, *operations: str) -> None:
         assert self.backend is not None
@@ -173,6 +181,9 @@ class RemoteStore(Store):
     def empty(self) -> None:
         """Another tool deletes everything."""
         raise NotImplementedError
+
+    def touched(self) -> int:
+        return self.proxy.accepted
 
     def heal(self) -> None:
         if self.server.running:

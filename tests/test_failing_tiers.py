@@ -85,8 +85,12 @@ def test_down_and_up_again(store: Store, fault: str, log: Lines) -> None:
             begin = time.monotonic()
             store.begin(fault)
             traffic.wait(lambda: state(node) != "ok", 3 * DEADLINE + SLACK, "the tier counts as ill")
+            touched = store.touched()
             off = traffic.go_on(0.8)
-            assert off
+            assert len(off) > 10
+            # Those that were under way, and each time that it is asked a few tries.
+            if fault != "no space":  # it is still read from
+                assert store.touched() - touched < 50, "nothing goes to a tier that is off"
             assert statistics.median(visit.waited for visit in off) < DEADLINE / 10
             assert most(off) < DEADLINE / 2, "nobody waits for a tier that is off"
             assert max(visit.waited for visit in traffic.since(begin)) < 2 * DEADLINE + SLACK
