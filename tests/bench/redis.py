@@ -287,6 +287,7 @@ def _lookups(
     tier: dict[str, Any],
     rounds: int,
     then: Callable[[], None] = lambda: None,
+    *,
     pause: float = 0.3,
 ) -> list[float]:
     """Milliseconds of each look-up; the first, which connects, is left out."""
