@@ -44,8 +44,8 @@ PAYLOAD = 32 << 20
 FRAMES = 8
 PAGES = 16
 THREADS = 4
-PUT_ROUNDS, GET_ROUNDS = 7, 21
-"""A neighbour's load moves single rounds by half; gets are quick enough for many."""
+PUT_ROUNDS, GET_ROUNDS = 15, 21
+"""A neighbour's load moves single rounds by half: many of them."""
 GIGABYTES = FRAMES * PAYLOAD / 1e9
 HERE: dict[str, Any] = {"range_size": "64MiB", "sign_payload": "never", "addressing": "path"}
 """What suits a server on the same machine: one request moves a frame as fast as several, and there is no TLS."""
