@@ -104,13 +104,15 @@ def test_another_namespace(rig: Any) -> None:
 def test_finished_just_before(rig: Any) -> None:
     """A request whose last pages are still to be saved when the reset comes: they are not stored as new."""
     engine = rig.engine()
-    request = engine.add(Request("finished", tokens(13), max_tokens=1))
+    request = engine.add(Request("finished", tokens(3), max_tokens=1))
     while request.request_id in engine.requests:
         engine.step()
     assert engine.scheduler._finished
     engine.scheduler.reset()
     engine.run()
-    assert engine.ask(tokens(13)).external == 0
+    assert engine.ask(tokens(9)).external == 0
+    engine.ask(tokens(3, 100), max_tokens=1)
+    assert engine.ask(tokens(9, 100)).external == 2
 
 
 def test_before_the_service_is_reached(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +132,14 @@ def test_namespace_is_refused(rig: Any) -> None:
     """The service will not have the new namespace: the engine runs without cache, and not with the old one."""
     engine = rig.engine()
     engine.ask(tokens(13))
+    waiting = engine.add(Request("waiting", tokens(13, 300)))
     fails = Fails(engine.links[0].client, Register, ConfigError("the tier holds less", kind="too-small"))
     assert engine.scheduler.reset() is True
     assert fails.asked == 1
     fails.heal()
+    engine.run()
+    assert waiting.output == truth(tokens(13, 300), 3)
+    assert rig.engine().ask(tokens(13, 300)).external == 0, "the workers have the old namespace still"
     assert engine.ask(tokens(13)).external == 0
     assert engine.ask(tokens(13), max_tokens=2).external == 0, "nothing is stored, or the workers have the old one"
     engine.scheduler._epochs._again()  # what a reconnection does
@@ -179,23 +185,28 @@ def test_two_resets_at_once(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmkv_vllm.epochs.RESET_SECONDS", 0.0)
     engine = rig.engine()
     engine.ask(tokens(13))
-    client, go = engine.links[0].client, threading.Event()
+    client, gates = engine.links[0].client, [threading.Event(), threading.Event()]
     plain, registered = client.call, []
 
     def call(request: Any) -> Any:
         if isinstance(request, Register):
             registered.append(request.namespace_json)
-            go.wait(20)
+            gates[len(registered) - 1].wait(20)
         return plain(request)
 
     client.call = call
-    engine.scheduler.reset()
+    epochs = engine.scheduler._epochs
+    epochs.renew()
     eventually(lambda: len(registered) == 1)
-    engine.scheduler.reset()
-    go.set()
-    eventually(lambda: len(registered) == 2 and engine.scheduler._epochs._made is not None)
-    engine.scheduler._epochs.take()
-    assert engine.scheduler._engine.namespace.json() == registered[1]
+    epochs.renew()
+    gates[0].set()
+    eventually(lambda: len(registered) == 2)
+    epochs.take()
+    assert epochs.engine is None
+    gates[1].set()
+    eventually(lambda: epochs._made is not None)
+    epochs.take()
+    assert epochs.engine.namespace.json() == registered[1]
     assert engine.ask(tokens(13)).external == 0
     assert engine.ask(tokens(13)).external == 12
 
