@@ -31,11 +31,11 @@ FRAME = 100_000
 SSE_KEY = base64.b64encode(bytes(range(32))).decode()
 
 
-def round_trip(backend: Any) -> None:
-    payload = make_payload(1, FRAME)
-    memory = make_memory(FRAME)
-    assert list(backend.put([make_key(1)], [make_memory(payload)])) == [OK(FRAME)]
-    assert list(backend.get([make_key(1)], [memory])) == [OK(FRAME)]
+def round_trip(backend: Any, nbytes: int = FRAME) -> None:
+    payload = make_payload(1, nbytes)
+    memory = make_memory(nbytes)
+    assert list(backend.put([make_key(1)], [make_memory(payload)])) == [OK(nbytes)]
+    assert list(backend.get([make_key(1)], [memory])) == [OK(nbytes)]
     assert bytes(memory.view) == payload
 
 
@@ -47,7 +47,7 @@ def round_trip(backend: Any) -> None:
     [
         ({"secret_key": "wrong-wrong-wrong"}, "SignatureDoesNotMatch.*secret_key is not that of access_key"),
         ({"access_key": "nobody-at-all"}, "InvalidAccessKeyId.*correct access_key"),
-        ({"bucket": "no-such-bucket-here"}, "no bucket 'no-such-bucket-here'.*set create: true"),
+        ({"bucket": "no-such-bucket-here"}, "no bucket 'no-such-bucket-here' at http.*set create: true"),
         ({"storage_class": "NO_SUCH_CLASS"}, "cannot be written.*InvalidStorageClass"),
     ],
 )
@@ -153,6 +153,7 @@ def test_tls(secure: FakeS3, open_s3: Open, certificates: Certificates, monkeypa
     assert {seen.headers["x-amz-content-sha256"] for seen in secure.seen if seen.method == "PUT"} == {
         "UNSIGNED-PAYLOAD"
     }
+    round_trip(open_s3(secure, ca_bundle=str(certificates.ca)), 3_000_001)
     round_trip(open_s3(secure, verify=False))
     with pytest.raises(ConfigError, match=r"certificate is not trusted.*set ca_bundle"):
         open_s3(secure)

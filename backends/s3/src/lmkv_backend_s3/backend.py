@@ -124,7 +124,7 @@ class S3Backend(StorageBackendInterface):
             else:
                 self._look()
         except AbsentError:
-            return Health(HealthState.DOWN, f"bucket {self._bucket.name!r} does not exist any more")
+            return Health(HealthState.DOWN, f"{self._bucket.title} does not exist any more")
         except StoreError as e:
             return Health(HealthState.DOWN, self._reason(e))
         except (BackendError, ConfigError) as e:

@@ -55,6 +55,8 @@ class Bucket:
 
     def __init__(self, options: S3Options, tier: str, deadline: float) -> None:
         self.name = options.bucket
+        self.title = f"bucket {options.bucket!r}" + (f" at {options.endpoint}" if options.endpoint else "")
+        """For messages."""
         self.express = options.express
         self._tier = tier
         self._client, self._transport = make_client(options, deadline)
@@ -138,7 +140,7 @@ class Bucket:
             try:
                 return attempt()
             except Exception as e:  # noqa: BLE001  sorted by what can be done about it
-                problem = explained(f"bucket {self.name!r}: {operation}", e)
+                problem = explained(f"{self.title}: {operation}", e)
             self._check_open()
             if not isinstance(problem, StoreError) or problem.definite:
                 raise problem from None

@@ -167,6 +167,6 @@ class Listing:
             return False
         for failed in answer.get("Errors", []):
             if failed.get("Code") not in {"NoSuchKey", "NoSuchVersion"}:
-                text = f"bucket {self._bucket.name!r}: delete_objects: {failed.get('Code')}: {failed.get('Message')}"
+                text = f"{self._bucket.title}: delete_objects: {failed.get('Code')}: {failed.get('Message')}"
                 raise StoreError(text, code=str(failed.get("Code")), definite=failed.get("Code") == "AccessDenied")
         return True

@@ -44,7 +44,7 @@ def look(bucket: Bucket, names: Names, options: S3Options, until: float) -> None
             raise
         raise ConfigError(f"cannot be {step}: {e}", kind=e.kind) from None
     except AbsentError:
-        raise ConfigError(f"bucket {bucket.name!r}: an object that was just written is not there") from None
+        raise ConfigError(f"{bucket.title}: an object that was just written is not there") from None
 
 
 def _readable(bucket: Bucket, name: str, until: float) -> bool:
@@ -64,7 +64,7 @@ def _readable(bucket: Bucket, name: str, until: float) -> bool:
 
 def _create(bucket: Bucket, options: S3Options, until: float) -> None:
     if not options.create:
-        text = f"there is no bucket {bucket.name!r}: create it, correct `bucket`, or set create: true"
+        text = f"there is no {bucket.title}: create it, correct `bucket`, or set create: true"
         raise ConfigError(text, kind="no-such-bucket")
     place: dict[str, Any] = {}
     if options.endpoint is None and options.region not in {None, "us-east-1"}:
