@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -354,6 +357,37 @@ def test_contains_learns_where_slots_have_gone(tmp_path: Path, open_redis: Open)
         assert list(backend.contains([KEY])) == [False]
         assert put(backend).ok
         assert list(backend.contains([KEY])) == [True]
+
+
+def test_a_node_of_a_cluster_is_away_and_comes_back(tmp_path: Path, open_redis: Open) -> None:
+    """Other threads are in the middle of calls meanwhile; no connection is left behind."""
+    with Cluster(tmp_path) as group:
+        backend = open_redis(cluster=[f"{host}:{port}" for host, port in group.addresses], deadline=2.0)
+        put(backend)
+        here, there = group.owner(NAME), next(node for node in group.nodes if node is not group.owner(NAME))
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(BackendError):
+                    get(backend)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        there.kill()
+        for number in range(2, 12):
+            with contextlib.suppress(BackendError):
+                put(backend, number)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        backend.close()
+        gc.collect()
+        end = time.monotonic() + 5
+        while int(here.facts("clients")["connected_clients"]) > 1:  # the one that asks
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 def test_log_is_quiet(server: RedisServer, open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:

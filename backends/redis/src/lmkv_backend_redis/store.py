@@ -45,7 +45,7 @@ class Node:
         self._idle: list[RawChannel] = []
         self._busy: set[RawChannel] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._retired = False
 
     def take(self, until: float) -> AnyChannel:
         """A channel for one exchange that ends by `until`; `give` it back after it."""
@@ -73,7 +73,7 @@ class Node:
             return
         with self._lock:
             self._busy.discard(channel)
-            if ok and channel.clean and not self._closed:
+            if ok and channel.clean and not self._retired:
                 self._idle.append(channel)
                 return
         channel.close()
@@ -85,10 +85,15 @@ class Node:
         for channel in idle:
             channel.close()
 
+    def retire(self) -> None:
+        """Close what is idle now, and the rest when it is given back."""
+        self._retired = True
+        self.drop()
+
     def close(self) -> None:
         """Close what is idle, and end the exchanges under way with an error. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closed = self._retired = True
             for channel in self._busy:
                 channel.interrupt()
         self.drop()
@@ -207,12 +212,14 @@ class Store:
         """After an error: idle connections, and where a cluster keeps what, may be of the past."""
         with self._lock:
             nodes = list(self._nodes.values())
+            client = None
             if self.target.kind == "cluster" and not self._closed:
                 client, self._client, self._nodes = self._client, None, {}
-            else:
-                client = None
         for node in nodes:
-            node.drop()
+            if client is None:
+                node.drop()
+            else:
+                node.retire()
         if client is not None:
             with contextlib.suppress(*ERRORS):
                 client.close()
