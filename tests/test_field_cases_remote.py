@@ -6,20 +6,25 @@ import contextlib
 import socket
 import statistics
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fake_engine import CHUNK, Request, prompts, tokens
-from fault_rig import DEADLINE, FAILURES, PROBE, RedisStore, S3Store, start, state
+from fake_engine import CHUNK, FRAME, FakeEngine, Request, prompts, tokens
+from fault_rig import DEADLINE, FAILURES, PROBE, RedisStore, S3Store, config, start, state
 from server_rig import HOST
+
+from lmkv.service.client import SocketClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fake_engine import FakeEngine, Node
+    from fake_engine import Node
     from fault_rig import RemoteStore
 
 STORES: dict[str, Any] = {"redis": RedisStore, "s3": S3Store}
@@ -299,8 +304,8 @@ def test_a43_hostile_store(store: RemoteStore, far: Callable[..., Node], answer:
         store.proxy.target = (HOST, hostile.port)
         store.proxy.drop()
         before = resident()
-        for number in range(4):
-            came, waited = serve(engine, tokens(3 * CHUNK, 1 if number % 2 else 1000 * number + 5000))
+        for first in (5000, 1):  # something new, and what the right store has
+            came, waited = serve(engine, tokens(3 * CHUNK, first))
             assert came == 0
             assert waited < 2 * DEADLINE + SLACK
             node.settle()  # frames that wait to be put would be found where they wait
@@ -311,3 +316,54 @@ def test_a43_hostile_store(store: RemoteStore, far: Callable[..., Node], answer:
         assert engine.load(tokens(3 * CHUNK)) == 3 * CHUNK
     finally:
         hostile.close()
+
+
+SERVICE = """
+import sys
+from pathlib import Path
+from lmkv.config import load_config
+from lmkv.plugins import PluginHost
+from lmkv.service import server
+config = load_config(Path(sys.argv[1]).read_text(), host=PluginHost.discover(), environ={})
+print("ready", flush=True)
+server.run(config, sys.argv[2])
+"""
+
+
+def test_a42_stop_with_a_silent_store(store: RemoteStore, tmp_path: Path) -> None:
+    """100 writes wait for a store that says nothing: TERM ends the process in time; what is there is whole."""
+    text = config(store, ram=128 * FRAME, queue={"calls": 128, "bytes": "1MiB"}, deadline="30s").text
+    (tmp_path / "stack.yaml").write_text(text)
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        path = Path(folder) / "lmkv.sock"
+        command = [sys.executable, "-c", SERVICE, str(tmp_path / "stack.yaml"), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                until(path.exists, 60, "the service listens")
+                engine = FakeEngine(SocketClient(path, "test", prefault=False))
+                assert engine.store(tokens(CHUNK)) == CHUNK
+                until(lambda: there(engine) == 1, 10, "the first frame is stored")
+                store.proxy.silence()
+                for prompt in prompts(100):
+                    assert engine.store([token + 500 for token in prompt]) == CHUNK
+                begin = time.monotonic()
+                child.terminate()
+                assert child.wait(30) == 0
+                assert time.monotonic() - begin < 15
+            finally:
+                child.kill()
+        engine.cache.close()
+    store.heal()
+    node = start(store, ram=None)
+    try:
+        engine = node.engine()
+        assert engine.load(tokens(CHUNK)) == CHUNK
+        assert {engine.load([token + 500 for token in prompt]) for prompt in prompts(100)} <= {0, CHUNK}
+    finally:
+        node.close()
+
+
+def there(engine: FakeEngine) -> float:
+    """Frames that the tier has taken."""
+    counters = engine.cache.health().counters
+    return sum(n for name, n in counters.items() if 'op="put"' in name and 'outcome="ok"' in name)
