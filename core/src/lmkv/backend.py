@@ -73,6 +73,9 @@ class StorageBackendInterface(ABC):
     def describe(self, namespace: bytes, text: str) -> None:  # noqa: B027  a default, not a duty
         """Keep `text` (the namespace's canonical JSON) beside the frames, for people. Default: nothing."""
 
+    def forget(self, namespace: bytes) -> None:  # noqa: B027  a default, not a duty
+        """Nobody uses a namespace, and it has no frames: what else is kept for it may go. Default: nothing."""
+
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """The tier found these frames damaged: take them out of the way. Default: delete them."""
         self.delete(keys)
@@ -242,6 +245,10 @@ class WrapperBackend(StorageBackendInterface):
     def describe(self, namespace: bytes, text: str) -> None:
         """Of `inner`."""
         self.inner.describe(namespace, text)
+
+    def forget(self, namespace: bytes) -> None:
+        """Of `inner`."""
+        self.inner.forget(namespace)
 
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """Of `inner`."""

@@ -77,6 +77,10 @@ class FolderBackend(StorageBackendInterface):
         """Keep `text` as `frames/<namespace>/namespace.json`."""
         self.folder.describe(namespace, text)
 
+    def forget(self, namespace: bytes) -> None:
+        """Remove the folders and the description of a namespace, unless a frame is there."""
+        self.folder.forget(namespace.hex())
+
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """Move the files to `damaged/`, where the last few are kept for people to look at."""
         for key in keys:

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import BackendError, ClosedError, ConfigError
-from lmkv_backend_disk.names import FRAMES, frame_path, leaf_path
+from lmkv_backend_disk.names import FRAMES, LEAF, NAMESPACE, frame_path, leaf_path
 from lmkv_backend_disk.trailers import TrailerLog, generation_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TEMP: Final = "temp"
+DESCRIPTION: Final = "namespace.json"
 DAMAGED: Final = "damaged"
 DAMAGED_KEPT: Final = 4
 """Files in `damaged/`; the oldest go. They do not count towards the capacity."""
@@ -80,6 +81,9 @@ class Folder:
             self._take_over()
             self._make_folders()
             self._clear_temp()
+            for name in os.listdir(f"{self.root}/{FRAMES}"):
+                if NAMESPACE.fullmatch(name):
+                    self.forget(name)  # those of which earlier owners have cleared everything
         except OSError as e:
             self.close()
             raise ConfigError(f"directory {self.root} cannot be used: {e}") from e
@@ -179,10 +183,20 @@ class Folder:
                 os.mkdir(folder, 0o700)
             with open(temp, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.replace(temp, f"{folder}/namespace.json")
+            os.replace(temp, f"{folder}/{DESCRIPTION}")
         except OSError as e:
             self.remove(temp)
             raise DiskError("describe", folder, e) from e
+
+    def forget(self, name: str) -> None:
+        """Remove the folder of a namespace if there is no frame in it; hexadecimal `name`."""
+        folder = f"{self.root}/{FRAMES}/{name}"
+        with contextlib.suppress(OSError):  # not empty: it stays, which costs nothing
+            leaves = [leaf for leaf in os.listdir(folder) if LEAF.fullmatch(leaf)]
+            for leaf in leaves:
+                os.rmdir(f"{folder}/{leaf}")
+            self.remove(f"{folder}/{DESCRIPTION}")
+            os.rmdir(folder)
 
     def try_write(self) -> None:
         """Make and remove an empty file; raises `DiskError` if that cannot be done."""

@@ -76,6 +76,9 @@ class StorageManager:
         self.offers = Offers(self.stack, offer)
         self.holdings = Holdings(lease_seconds, clock)
         self.sessions: set[Client] = set()
+        self._unused: dict[bytes, float] = {}
+        """Namespaces without a client and without an entry; since when."""
+        self._unused_seconds = 2 * lease_seconds
         self.pinned: set[Entry] = set()
         self.clock = clock
         self._closed = False
@@ -224,9 +227,24 @@ class StorageManager:
             self.metrics.inc("lmkv_leases_expired_total")
         for tier in self.stack.tiers:
             tier.tidy()
+        self._forget_unused()
         now = time.monotonic()
         self.pinned = {e for e in self.pinned if e.pinned_until > now and e.visible}
         self.gauge()
+
+    def _forget_unused(self) -> None:
+        """Drop the namespaces of which nothing is left, such as those before a reset.
+
+        Later than any lease that was given: nothing of them is held or on its way then.
+        """
+        now = self.clock()
+        unused = [n.id for n in self.index.namespaces.values() if not n.clients and not n.entries]
+        self._unused = {identity: self._unused.get(identity, now) for identity in unused}
+        for identity in unused:
+            if now - self._unused[identity] >= self._unused_seconds:
+                del self._unused[identity], self.index.namespaces[identity]
+                for tier in self.stack.tiers:
+                    tier.forget_namespace(identity)
 
     def gauge(self) -> None:
         """Bring the gauges up to date."""

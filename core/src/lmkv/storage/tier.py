@@ -256,6 +256,12 @@ class Tier(Inventory):
             del self._undescribed[namespace]
             self._tell("describe", lambda: self.backend.describe(namespace, text))
 
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Nobody uses a namespace, and it has no frames here."""
+        self._undescribed.pop(namespace, None)
+        if self._calls is not None and self.backend.capabilities.persistent and not self.shared:
+            self._tell("forget", lambda: self.backend.forget(namespace))
+
     def health(self) -> Health:
         """What the breakers and the last error say; no I/O."""
         return Health(HealthState.OK) if self._calls is None else self._calls.watch.health(self._calls.last_error)

@@ -50,6 +50,10 @@ class DrivenBackend(WrapperBackend):
         """In a driver thread."""
         self._run(lambda: self.inner.describe(namespace, text))
 
+    def forget(self, namespace: bytes) -> None:
+        """In a driver thread."""
+        self._run(lambda: self.inner.forget(namespace))
+
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """In a driver thread."""
         self._run(lambda: self.inner.set_aside(keys))

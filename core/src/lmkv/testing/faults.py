@@ -161,6 +161,10 @@ class FaultyBackend(WrapperBackend):
         """As scripted."""
         self._call("describe", (), (), lambda: self.inner.describe(namespace, text))
 
+    def forget(self, namespace: bytes) -> None:
+        """As scripted."""
+        self._call("forget", (), (), lambda: self.inner.forget(namespace))
+
     def set_aside(self, keys: Sequence[ChunkKey]) -> None:
         """As scripted."""
         self._call("set_aside", keys, (), lambda: self.inner.set_aside(keys))
