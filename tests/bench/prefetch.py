@@ -224,14 +224,15 @@ class Regime(NamedTuple):
     """Seconds to load a chunk, latency aside."""
     computed: float
     """Seconds to compute one."""
+    lengths: tuple[int, ...]
+    """In chunks."""
 
 
 MOST_REGRET = 1.15
-LENGTHS = (1, 2, 4, 6, 8, 9, 10, 11, 12, 14, 16, 20, 28)
 REGIMES = (
-    Regime("latency 100 ms, then twice as fast as computing", 0.1, 0.01, 0.02),
-    Regime("slower than computing", 0.0, 0.03, 0.02),
-    Regime("faster than computing", 0.0, 0.01, 0.02),
+    Regime("latency 100 ms, then twice as fast as computing", 0.1, 0.01, 0.02, (1, 4, 7, 9, 10, 11, 12, 14, 18, 28)),
+    Regime("slower than computing", 0.0, 0.03, 0.02, (1, 2, 8, 17, 28)),
+    Regime("faster than computing", 0.0, 0.01, 0.02, (1, 2, 8, 17, 28)),
 )
 
 
@@ -240,11 +241,11 @@ def crossing() -> list[Row]:
     rows = []
     for regime in REGIMES:
         load, compute, chosen, loads = _sweep(regime)
-        regret = max(chosen[n] / min(load[n], compute[n]) for n in LENGTHS)
+        regret = max(chosen[n] / min(load[n], compute[n]) for n in regime.lengths)
         what = f"load or compute, {regime.name}: worst length, against the better"
         rows.append(Row(what, "x", regret, 1.0, regret, "<= 1.15 x", regret <= MOST_REGRET))
         if regime.latency:
-            said = float(min((n for n in LENGTHS if loads[n]), default=2 * LENGTHS[-1]))
+            said = float(min((n for n in regime.lengths if loads[n]), default=2 * regime.lengths[-1]))
             found = _crossing(load, compute)
             what = "load or compute: length from which on it loads, against where the lines cross"
             holds = found / 1.25 <= said <= found * 1.25
@@ -259,12 +260,12 @@ def _sweep(regime: Regime) -> tuple[Times, Times, Times, dict[int, bool]]:
     """For each length: seconds when all is loaded, when all is computed, when the system chooses; whether it loads."""
     rate = CHUNK_TOKENS / regime.computed
     slow = {"backend": "slow", "name": "slow", "options": {"latency": regime.latency, "each": regime.each}}
-    load: dict[int, list[float]] = {n: [] for n in LENGTHS}
-    compute: dict[int, list[float]] = {n: [] for n in LENGTHS}
-    chosen: dict[int, list[float]] = {n: [] for n in LENGTHS}
-    loads: dict[int, list[bool]] = {n: [] for n in LENGTHS}
+    load: dict[int, list[float]] = {n: [] for n in regime.lengths}
+    compute: dict[int, list[float]] = {n: [] for n in regime.lengths}
+    chosen: dict[int, list[float]] = {n: [] for n in regime.lengths}
+    loads: dict[int, list[bool]] = {n: [] for n in regime.lengths}
     with node(slow) as here:
-        everything = {n: chain(n, n) for n in LENGTHS}
+        everything = {n: chain(n, n) for n in regime.lengths}
         for keys in everything.values():
             here.forget()
             here.store(keys)
@@ -288,7 +289,7 @@ def _sweep(regime: Regime) -> tuple[Times, Times, Times, dict[int, bool]]:
 def _crossing(load: Times, compute: Times) -> float:
     """The length at which loading becomes the quicker one, between two of those that were measured."""
     before = 0, 1.0
-    for n in LENGTHS:
+    for n in load:
         over = load[n] - compute[n]
         if over <= 0:
             return before[0] + (n - before[0]) * before[1] / (before[1] - over)
