@@ -195,3 +195,143 @@ def test_a_promise_that_the_pool_cannot_keep_is_made_only_once() -> None:
             assert arrived == [True], "the tier below has it"
 
     run(body())
+
+
+async def on_the_shelf(client: Client, keys: KeyChain) -> None:
+    """Store chunk by chunk, so that all of it gets to the tiers below, however small the pool is."""
+    for frame in client.frames(keys):
+        client.store([frame])
+        await client.settled()
+
+
+async def copied(client: Client, found: p.Found, run: int) -> list[bool]:
+    """Acquire `run` chunks after the other, as an engine does that will not ask for them again."""
+    arrived: list[bool] = []
+    for first in range(0, found.chunks, run):
+        loaded = await client.wait(p.Acquire(found.lease, 0, first, min(run, found.chunks - first)))
+        arrived += [offset >= 0 for offset in loaded.offsets]
+        if loaded.hold:
+            client.ask(p.Done(loaded.hold, last=True))
+    return arrived
+
+
+@pytest.mark.parametrize("ram", [None, 4 * FRAME])
+def test_a_prompt_larger_than_the_pool_arrives_whole(ram: int | None) -> None:
+    async def body() -> None:
+        below = [(Shelf(), {"capacity": 100 * FRAME, "deadline": 1.0})]
+        async with storage(ram=ram, staging=2 * FRAME, pool=6 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(4 * 24))
+            await on_the_shelf(client, keys)
+            for wait in (0.0, 1.3):  # what finds no room while the request waits is loaded when it runs
+                found = await client.look_up(keys)
+                assert found.chunks == 24
+                await asyncio.sleep(wait)
+                begin = time.monotonic()
+                assert await copied(client, found, 2) == [True] * 24
+                assert time.monotonic() - begin < 0.9, "never up to the deadline"
+                client.ask(p.Release(found.lease))
+                await client.settled()
+            assert not manager.pool.passing_bytes
+            assert manager.index.books.nbytes == 0
+
+    run(body())
+
+
+@pytest.mark.parametrize("ram", [None, 4 * FRAME])
+def test_what_is_loaded_ahead_gives_way_to_a_request_that_runs(ram: int | None) -> None:
+    async def body() -> None:
+        below = [(Shelf(), {"capacity": 100 * FRAME, "deadline": 1.0})]
+        async with storage(ram=ram, staging=2 * FRAME, pool=6 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            first, queued = chain(range(4 * 6)), chain(range(1000, 1000 + 4 * 8))
+            await on_the_shelf(client, first)
+            await on_the_shelf(client, queued)
+            waiting = await client.look_up(queued)
+            await asyncio.sleep(1.3)
+            assert manager.pool.free_bytes < FRAME, "loaded ahead as far as there is room"
+            running = await client.look_up(first)
+            begin = time.monotonic()
+            assert await copied(client, running, 2) == [True] * 6
+            assert time.monotonic() - begin < 0.9
+            assert await copied(client, waiting, 2) == [True] * 8, "the promise holds"
+            client.ask(p.Release(waiting.lease))
+            client.ask(p.Release(running.lease))
+            await client.settled()
+            assert manager.holds()["entries"] == 0
+
+    run(body())
+
+
+def test_what_pins_leave_no_room_for_is_not_offered() -> None:
+    async def body() -> None:
+        below = [(Shelf(), {"capacity": 100 * FRAME, "deadline": 5.0})]
+        async with storage(ram=6 * FRAME, staging=FRAME, pool=6 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            keys, pinned = chain(range(4 * 8)), chain(range(1000, 1000 + 4 * 5))
+            await on_the_shelf(client, keys)
+            client.store(client.frames(pinned))
+            await client.settled()
+            client.ask(p.Prefetch(client.space.id, b"".join(pinned.digests)))
+            await client.settled()
+            client.ask(p.Pin(client.space.id, b"".join(pinned.digests)))
+            there = len([key for key in manager.tier("ram").index if key.digest in pinned.digests])
+            found = await client.look_up(keys)
+            assert there >= 4
+            assert found.chunks == 6 - there
+            assert manager.metrics.value("lmkv_misses_total", reason="no_room") == 8 - found.chunks
+            assert all(await client.load(found, keys))
+
+    run(body())
+
+
+def test_one_deadline_for_memory_tiers_and_decoding() -> None:
+    async def body() -> None:
+        slow, other = Shelf(), Shelf()
+        gate = threading.Event()
+
+        def hang(_: Sequence[ChunkKey]) -> None:
+            gate.wait(10)
+
+        below = [(shelf, {"capacity": 40 * FRAME, "deadline": 1.0, "failures": 99}) for shelf in (slow, other)]
+        async with storage(ram=None, pool=4 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            keys = prompt(1)
+            await on_the_shelf(client, keys)
+            slow.on_get = other.on_get = hang
+            found = await client.look_up(keys)
+            begin = time.monotonic()
+            assert await client.load(found, keys) == [False]
+            assert time.monotonic() - begin < 1.7, "not one deadline for each tier"
+            gate.set()
+            client.ask(p.Release(found.lease))
+
+    run(body())
+
+
+def test_a_load_that_had_to_wait_for_memory_is_no_sign_of_illness() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        below = [(shelf, {"capacity": 40 * FRAME, "deadline": 1.0, "failures": 1})]
+        async with storage(ram=None, pool=2 * FRAME, staging=FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            holder, late = chain(range(8)), prompt(9)
+            await on_the_shelf(client, holder)
+            await on_the_shelf(client, late)
+            held = await client.look_up(holder)
+            loaded = await client.wait(p.Acquire(held.lease, 0, 0, 2))
+
+            def slowly(_: Sequence[ChunkKey]) -> None:
+                time.sleep(0.6)
+
+            shelf.on_get = slowly
+            found = await client.look_up(late)
+            asyncio.get_running_loop().call_later(0.7, client.ask, p.Done(loaded.hold))
+            asyncio.get_running_loop().call_later(0.7, client.ask, p.Release(held.lease))
+            begin = time.monotonic()
+            assert await client.load(found, late) == [False]
+            assert time.monotonic() - begin < 1.3
+            await client.settled()
+            assert manager.tier("shelf0").readable
+
+    run(body())

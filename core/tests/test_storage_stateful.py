@@ -213,7 +213,7 @@ class StorageMachine(RuleBasedStateMachine):
             assert tier.capacity is not None
             assert tier.used <= tier.capacity
             assert counted.get(tier.number, 0) <= len(tier.index)
-        assert manager.stack.filling_bytes == sum(
+        assert manager.stack.room.filling == sum(
             slot.object.nbytes for c in self.clients for slots in c.session.reservations.values() for slot in slots
         )
 

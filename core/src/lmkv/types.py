@@ -67,6 +67,12 @@ def FAILED(error: BaseException) -> Outcome:  # noqa: N802  reads like the const
     return Outcome(OutcomeKind.FAILED, 0, error)
 
 
+AT_ONCE: Final = 8
+"""Chunks, at most, that a client acquires at once."""
+AT_ONCE_SHARE: Final = 4
+"""They are no more than such a part of the pool."""
+
+
 class MissReason(enum.Enum):
     """Why a look-up or a load did not give a chunk. Every miss is counted under exactly one of them."""
 

@@ -15,6 +15,7 @@ from lmkv.errors import ClosedError, ConfigError, LmkvError
 from lmkv.gpu import CopyJob
 from lmkv.service.link import expect
 from lmkv.service.protocol import PRESENT, REJECTED, Abort, Acquire, Commit, Done, Loaded, NewFrame, Reserve, Reserved
+from lmkv.types import AT_ONCE, AT_ONCE_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ BATCH_BYTES: Final = 256 << 20
 """A store asks for at most so much of the pool at once, and never for more than an eighth of it."""
 POOL_SHARE: Final = 8
 FRAMES_PER_RESERVE: Final = 64
-FRAMES_PER_ACQUIRE: Final = 8
+FRAMES_PER_ACQUIRE: Final = AT_ONCE
 ACQUIRE_BYTES: Final = 64 << 20
 """An acquire is answered when all of it is there; of large frames it takes fewer, so that copying begins sooner."""
 ACQUIRES_UNDER_WAY: Final = 3
@@ -84,6 +85,7 @@ class Transfer:
         self._gpu = gpu
         self._page_bytes = namespace.page_bytes[shard]
         self._chunk_bytes = self._page_bytes * namespace.chunk_pages
+        self._all_bytes = sum(namespace.page_bytes) * namespace.chunk_pages
 
     @property
     def gpu(self) -> GPUConnector:
@@ -216,10 +218,11 @@ class Transfer:
         _ = self.gpu
         arrived = [False] * len(items)
         until = time.monotonic() + timeout
-        waiting = deque(_runs(items, max(1, min(FRAMES_PER_ACQUIRE, ACQUIRE_BYTES // self._chunk_bytes))))
+        waiting: deque[range] = deque()
         asked: deque[tuple[range, Future[Reply]]] = deque()
         try:
             with self._client.connection() as link:
+                waiting.extend(_runs(items, self._at_once(link.pool.nbytes)))
                 try:
                     while waiting or asked:
                         while waiting and len(asked) < ACQUIRES_UNDER_WAY:
@@ -239,6 +242,13 @@ class Transfer:
         except LmkvError as e:
             log.warning("retrieve: %s", e)
         return arrived
+
+    def _at_once(self, pool_bytes: int) -> int:
+        """Chunks to acquire at once, so that all of them, of all shards, have room in the pool with others."""
+        return max(
+            1,
+            min(FRAMES_PER_ACQUIRE, ACQUIRE_BYTES // self._chunk_bytes, pool_bytes // AT_ONCE_SHARE // self._all_bytes),
+        )
 
     def _scatter(
         self,

@@ -97,6 +97,10 @@ class Lookups:
         tiers = note_use(self._stack, found)
         withheld, patience = 0, math.inf
         if any(tiers) or self._stack.ram is None:
+            fitting = self._stack.room.fits(found, self._manager.pinned)
+            if fitting < len(found):
+                self._miss(message, len(found) - fitting, MissReason.NO_ROOM)
+                tiers, found, reached, partial = tiers[:fitting], found[:fitting], found[:fitting], None
             offer = self._offer(namespace, message, found, partial)
             patience = offer.patience
             if offer.entries < len(found):
@@ -148,6 +152,10 @@ class Lookups:
         entry, pages = partial
         offers = self._manager.offers
         held = [] if lease is None else lease.entries
+        if not self._stack.room.here(entry):
+            own = [each for each in held if each is not None]
+            if self._stack.room.fits([*own, entry], self._manager.pinned) <= len(own):
+                return p.Found(number, message.chunks)
         tokens = [self._tokens(namespace, pages)]
         offer = offers.choose([entry], tokens, message.prefill_rate, offers.rules._replace(min_tokens=0), held)
         if not offer.entries:

@@ -130,29 +130,27 @@ class Session:
             self._metrics.inc("lmkv_misses_total", count, reason=MissReason.EXPIRED.value)
             return _nothing(count)
         entries = lease.entries[message.first : message.first + count]
+        if self._bring(message, entries):
+            return self._acquire_later(message, lease, entries)
+        return self._loaded(message, entries, {})
+
+    def _bring(self, message: p.Acquire, entries: Sequence[Entry | None]) -> list[asyncio.Future[MissReason | None]]:
+        """Have those loaded that are not in the pool; what to wait for."""
         self._stack.loads.bring(entries, message.shard, priority=RUNNING)
-        loading = [
+        return [
             part.loading
             for entry in entries
             if entry is not None and (part := entry.shards.get(message.shard)) is not None and part.loading is not None
         ]
-        if loading:
-            return self._acquire_later(message, lease, entries, loading)
-        return self._loaded(message, entries, {})
 
-    async def _acquire_later(
-        self,
-        message: p.Acquire,
-        lease: Lease,
-        entries: list[Entry | None],
-        loading: Sequence[asyncio.Future[MissReason | None]],
-    ) -> p.Loaded:
+    async def _acquire_later(self, message: p.Acquire, lease: Lease, entries: list[Entry | None]) -> p.Loaded:
         """When all is loaded or the patience at its end; at once when the lease ends: nobody wants it any more."""
         held = [entry for entry in entries if entry is not None]
         for entry in held:
             entry.hold()  # until the answer says where it lies
         over = lease.over
         try:
+            loading = self._bring(message, entries)  # others may have taken the memory of some before they were held
             for future in loading:
                 left = lease.left(time.monotonic())
                 done, _ = await asyncio.wait((future, over), timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +202,7 @@ class Session:
         if acquired is not None and message.last:
             asked, came = acquired
             self._copied(asked, came)
-        self._stack.roomier()
+        self._stack.room.more()
 
     def _copied(self, asked: p.Acquire, came: Sequence[int]) -> None:
         lease = self._manager.holdings.leases.get(asked.lease)
@@ -256,13 +254,13 @@ class Session:
         ):
             return p.PRESENT  # a longer frame has all of this tail
         nbytes = frame_bytes(length, len(prefixes))
-        obj = self._stack.allocate(nbytes, "fill")
+        obj = self._stack.room.for_store(nbytes)
         if obj is None:
             return p.REJECTED
         entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
         part = entry.part(shard, nbytes)
         part.filling = number
-        self._stack.filling_bytes += nbytes
+        self._stack.room.filling += nbytes
         return Slot(entry, shard, obj)
 
     def _commit(self, message: p.Commit) -> None:
@@ -284,7 +282,7 @@ class Session:
         entry, shard, obj = slot
         part = entry.shards[shard]
         part.filling = 0
-        self._stack.filling_bytes -= obj.nbytes
+        self._stack.room.filling -= obj.nbytes
         stored = stored and not entry.doomed
         if stored:
             self._stack.store(entry, shard, obj)

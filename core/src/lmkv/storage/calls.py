@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from lmkv.errors import BackendError, FrameError, UnreadableError
 from lmkv.storage.cost import Cost
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from lmkv.storage.watch import Watch
 
 log = logging.getLogger(__name__)
+
+RESOLUTION: Final = 1e-3
+"""Seconds by which a timer may come early."""
 
 
 class RefusedError(BackendError):
@@ -52,6 +56,8 @@ class Request(NamedTuple):
     objects: Sequence[MemoryObject] = ()
     priority: int = STORE
     breaker: Breaker | None = None
+    until: float = math.inf
+    """Loop time at which its waiter gives up, should that be before the deadline; no sign of illness."""
 
     @property
     def store(self) -> bool:
@@ -109,10 +115,11 @@ class Calls:
         def complete(value: object, error: BaseException | None, seconds: float) -> None:
             if call.timer is not None:
                 call.timer.cancel()
+            overdue = call in self._overdue
             self._overdue.discard(call)
             self._pending.pop(call, None)
             outcomes = self._outcomes(request, value, error)
-            self._judge(request, call, outcomes, error, seconds, late=waiting.done())
+            self._judge(request, call, outcomes, error, seconds, late=overdue)
             late = waiting.done()
             _settle(request, waiting, outcomes)
             if late and request.objects:
@@ -133,8 +140,8 @@ class Calls:
             return waiting
         call = found
         self._pending[call] = (request, waiting)
-        first = min(self._limits) if request.store else self._limits.deadline
-        self._arm(request, call, waiting, loop.time(), first)
+        first = min(self._limits) if request.store else min(self._limits.deadline, request.until - loop.time())
+        self._arm(request, call, waiting, loop.time(), max(0.0, first))
         return waiting
 
     def backlog(self, nbytes: int) -> str:
@@ -209,17 +216,24 @@ class Calls:
                 request.breaker.untold()
             self._refuse(request, waiting, MissReason.DEADLINE, text + " in the queue", "deadline")
             return
+        left = begin + deadline - asyncio.get_running_loop().time()
+        if not request.store and left > RESOLUTION:  # whoever waits has no more time; the call has
+            self._tell_overrun(request, waiting, "the time that a load has was over")
+            self._arm(request, call, waiting, begin, left)
+            return
         self._overdue.add(call)
         self.last_error = text
-        self._overdue.add(call)
         if request.breaker is not None:
             request.breaker.failed()
         if self.stuck:
             self.watch.hung()
             self._refuse_queued()
-        self._count(request, "deadline")
         self._warn(text)
+        self._tell_overrun(request, waiting, text)
+
+    def _tell_overrun(self, request: Request, waiting: asyncio.Future[list[Outcome]], text: str) -> None:
         if not waiting.done():
+            self._count(request, "deadline")
             error = RefusedError(f"tier {self._tier!r}: {text}", MissReason.DEADLINE)
             waiting.set_result([FAILED(error)] * request.nkeys)
 

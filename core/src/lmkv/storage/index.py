@@ -61,7 +61,8 @@ class Entry:
     """A chunk or tail of one namespace."""
 
     __slots__ = (
-        "digest", "doomed", "holds", "leaving", "namespace", "packed", "pages", "parent", "pinned_until", "shards",
+        "digest", "doomed", "holds", "leased", "leaving", "namespace", "packed", "pages", "parent",
+        "pinned_until", "shards",
     )  # fmt: skip
 
     def __init__(self, namespace: NamespaceIndex, digest: bytes, parent: bytes, pages: int, prefixes: bytes) -> None:
@@ -73,6 +74,8 @@ class Entry:
         """Its page prefixes one behind the other: a third of the memory that they take one by one."""
         self.shards: dict[int, Shard] = {}
         self.holds = 0
+        self.leased = 0
+        """Of the holds: those by leases, whose owners may wait until what lies below is loaded again."""
         self.pinned_until = _NEVER
         self.doomed = False
         """Cleared while held: out of sight, its frames go with the last hold."""

@@ -43,6 +43,7 @@ class Lease:
         for entry in entries:
             if entry is not None:
                 entry.hold()
+                entry.leased += 1
 
     @property
     def over(self) -> asyncio.Future[None]:
@@ -78,6 +79,7 @@ class Lease:
     def add_partial(self, entry: Entry) -> None:
         """Put the frame behind the last full chunk under the lease."""
         entry.hold()
+        entry.leased += 1
         self.entries.append(entry)
 
     def drop(self, first: int, stop: int) -> Iterator[Entry]:
@@ -85,6 +87,7 @@ class Lease:
         for i in range(max(0, first), min(stop, len(self.entries))):
             entry, self.entries[i] = self.entries[i], None
             if entry is not None:
+                entry.leased -= 1
                 entry.let_go()
                 yield entry
 

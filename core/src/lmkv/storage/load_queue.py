@@ -47,9 +47,22 @@ class Batch:
         passing: nobody wants them but a copy to another tier.
         nbytes: of the frames, as far as is known.
         since: time (`time.monotonic`) from which on it has waited.
+        begun: loop time at which its first tier was asked; 0 before. All deadlines are counted from then.
     """
 
-    __slots__ = ("keep", "nbytes", "order", "passing", "priority", "running", "since", "tier", "tried", "wants")
+    __slots__ = (
+        "begun",
+        "keep",
+        "nbytes",
+        "order",
+        "passing",
+        "priority",
+        "running",
+        "since",
+        "tier",
+        "tried",
+        "wants",
+    )
 
     def __init__(self, tier: Tier, priority: int, *, tried: int = 0, keep: bool = False, passing: bool = False) -> None:
         self.tier = tier
@@ -62,6 +75,7 @@ class Batch:
         self.order = next(_orders)
         self.since = time.monotonic()
         self.running = False
+        self.begun = 0.0
 
     @property
     def place(self) -> tuple[int, int]:

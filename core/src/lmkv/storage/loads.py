@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.storage.coding import IDENTITY, stored_bound
-from lmkv.storage.driver import QUEUED
+from lmkv.storage.driver import QUEUED, RUNNING
 from lmkv.storage.load_queue import Batch, LoadQueue, Wanted
 from lmkv.types import MissReason
 
@@ -172,6 +172,7 @@ class Loads:
     async def _load(self, batch: Batch) -> None:
         """Load a batch from its tier; what that could not give waits for the next tier that has it."""
         tier, begun = batch.tier, time.monotonic()
+        batch.begun = batch.begun or asyncio.get_running_loop().time()
         try:
             missing = await self._load_from(batch)
             self._pass_on(batch, missing)
@@ -188,13 +189,14 @@ class Loads:
             self._pump(tier)
 
     def _pass_on(self, batch: Batch, missing: Iterable[tuple[Wanted, MissReason]]) -> None:
-        """What a tier could not give is asked of the next that has it; what none has left ends."""
+        """What a tier could not give is asked of the next that has it; what none has left, or has time for, ends."""
         tried = batch.tried | batch.tier.bit
+        spent = asyncio.get_running_loop().time() - batch.begun if batch.begun else 0.0
         following: dict[int, Batch] = {}
         for want, reason in missing:
             part = want.part
             source = None if part is None else self.source(part, tried)
-            if part is None or source is None:
+            if part is None or source is None or source.settings.deadline <= spent:
                 self._end(want, reason)
                 continue
             after = following.get(source.number)
@@ -202,6 +204,7 @@ class Loads:
                 after = following[source.number] = Batch(
                     source, batch.priority, tried=tried, keep=batch.keep, passing=batch.passing
                 )
+            after.begun = batch.begun
             after.wants.append(want)
             after.nbytes += self.stored_bytes(source, part)
             self._batches[part] = after
@@ -216,7 +219,7 @@ class Loads:
     async def _load_from(self, batch: Batch) -> list[tuple[Wanted, MissReason]]:
         """One call of one tier. Ends what arrived; returns the rest, each with its reason."""
         tier, priority = batch.tier, min(batch.priority, QUEUED)
-        deadline = asyncio.get_running_loop().time() + tier.settings.deadline
+        deadline = batch.begun + tier.settings.deadline  # for memory, the tier and decoding together
         missing: list[tuple[Wanted, MissReason]] = []
         ready: list[tuple[Wanted, MemoryObject]] = []
         try:
@@ -224,20 +227,20 @@ class Loads:
             if not ready:
                 return [(want, MissReason.NO_ROOM) for want in batch.wants]
             keys = [want.entry.key(want.shard) for want, _ in ready]
-            results = await tier.get(keys, [obj for _, obj in ready], priority=priority)
+            results = await tier.get(keys, [obj for _, obj in ready], priority=priority, until=deadline)
             for (want, obj), result in zip(list(ready), results, strict=True):
                 try:
                     reason = await self._take(batch, want, obj, result, deadline)
                 finally:
                     del ready[0]
                     obj.release("load")
-                    self._stack.roomier()  # decoding the next one needs memory beside what was loaded
+                    self._stack.room.more()  # decoding the next one needs memory beside what was loaded
                 if reason is not None:
                     missing.append((want, reason))
         finally:
             for _, obj in ready:
                 obj.release("load")
-            self._stack.roomier()
+            self._stack.room.more()
         return missing
 
     async def _make_room(self, batch: Batch, ready: list[tuple[Wanted, MemoryObject]], deadline: float) -> None:
@@ -251,7 +254,7 @@ class Loads:
             if part is None:
                 continue
             if ready:
-                obj = self._stack.allocate(nbytes, "load", staging=True, spare=batch.passing)
+                obj = self._take_room(batch, nbytes)
             else:
                 obj = await self._first_room(batch, nbytes, deadline)
             if obj is None:
@@ -273,10 +276,18 @@ class Loads:
         queue.hungry.add(batch)
         self._pump(batch.tier)
         try:
-            return await self._stack.staging(nbytes, deadline, lambda: queue.first(batch), spare=batch.passing)
+            return await self._stack.room.wait(
+                deadline, lambda: self._take_room(batch, nbytes) if queue.first(batch) else None
+            )
         finally:
             queue.hungry.discard(batch)
-            self._stack.roomier()
+            self._stack.room.more()
+
+    def _take_room(self, batch: Batch, nbytes: int, share: int = 2) -> MemoryObject | None:
+        """Memory for a frame of `batch` if there is some; what only passes gets one `share`-th of the reserve."""
+        room = self._stack.room
+        most = room.reserve // share if batch.passing else None
+        return room.for_load(nbytes, urgent=batch.priority == RUNNING, most=most)
 
     async def _take(
         self, batch: Batch, want: Wanted, obj: MemoryObject, result: GetResult, deadline: float
@@ -300,11 +311,12 @@ class Loads:
             self._stack.place(entry, shard, obj, promote=promote)
             self._end(want, None)
             return None
-        target = await self._stack.staging(self._stack.frame_size(entry, shard), deadline)
+        nbytes = self._stack.frame_size(entry, shard)
+        target = await self._stack.room.wait(deadline, lambda: self._take_room(batch, nbytes, share=1))
         if target is None:
             return MissReason.NO_ROOM
         try:
-            reason = await tier.decode(obj, trailer, target, priority=priority)
+            reason = await tier.decode(obj, trailer, target, priority=priority, until=deadline)
             if reason is not None:
                 self._mourn(tier, want, reason)
                 return reason

@@ -4,10 +4,7 @@ Bytes reach a tier in three ways: a store (`write: through`), ahead of an evicti
 operator's move. They come up by a load, which many may wait for and which is done once. All methods run on the
 storage loop.
 
-Room. The pool holds the resident tier, frames being filled by clients or on their way down, and staging: what loads
-need on their way up. A store may not eat into the staging reserve and never waits: it evicts or is rejected, and then
-it has evicted nothing. A load may wait for memory until its deadline. A copy from one slow tier to another is a load
-that may use half of the reserve, and pushes nothing out of the resident tier.
+What memory they may take for that is in `lmkv.storage.room`.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from lmkv.storage.coding import IDENTITY, PutItem
 from lmkv.storage.demotion import Demotion
 from lmkv.storage.driver import STORE
 from lmkv.storage.loads import Loads
+from lmkv.storage.room import Room
 from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
 if TYPE_CHECKING:
@@ -49,68 +47,16 @@ class Stack:
         self.index = index
         self.metrics = metrics
         self.ram: Tier | None = tiers[0] if tiers and tiers[0].resident else None
-        self.filling_bytes = 0
-        self._staging = staging
+        self.room = Room(self, staging)
+        self.own = sum(t.bit for t in tiers if not t.resident and not t.shared)
         self._shared = sum(t.bit for t in tiers if t.shared)
         self.demotion = Demotion(self, tiers)
-        self._room = asyncio.Event()
         self.loads = Loads(self)
         for tier in tiers:
             tier.on_late_put = self._late_put(tier)
-            tier.on_room = self.roomier
+            tier.on_room = self.room.more
 
-    # --- room --------------------------------------------------------------------------------------------------------
-
-    def allocate(self, nbytes: int, owner: str, *, staging: bool = False, spare: bool = False) -> MemoryObject | None:
-        """Memory for a frame, evicting from the resident tier as needed; None when there is none now. Never waits.
-
-        `staging`: for a load, which may use the reserve; `spare`: for one that no request needs.
-        """
-        pool, ram = self.pool, self.ram
-        if spare:
-            if pool.passing_bytes and pool.passing_bytes + nbytes > self._staging // 2:
-                return None
-            return pool.allocate(nbytes, owner, passing=True)
-        if staging:
-            short = nbytes - pool.free_bytes
-        else:
-            reserve = max(0, self._staging - pool.passing_bytes)
-            short = nbytes + reserve - pool.free_bytes
-            if ram is not None:
-                short = max(short, ram.shortfall(nbytes + self.filling_bytes))
-        if short > 0 and (ram is None or not self.evict(ram, short)):
-            return None
-        obj = pool.allocate(nbytes, owner, passing=staging)
-        while obj is None and ram is not None and self.evict(ram, nbytes, whole=not staging):  # free, but in pieces
-            obj = pool.allocate(nbytes, owner, passing=staging)
-        return obj
-
-    async def staging(
-        self, nbytes: int, deadline: float, turn: Callable[[], bool] | None = None, *, spare: bool = False
-    ) -> MemoryObject | None:
-        """Memory for a load; waits for somebody to let go of some until the loop's time `deadline`.
-
-        `turn`: asked each time that there may be some; False: somebody else comes first. `spare`: see `allocate`.
-        """
-        loop = asyncio.get_running_loop()
-        while True:
-            obj = None
-            if turn is None or turn():
-                obj = self.allocate(nbytes, "load", staging=True, spare=spare)
-            if obj is not None:
-                return obj
-            self._room.clear()
-            left = deadline - loop.time()
-            if left <= 0:
-                return None
-            try:
-                await asyncio.wait_for(self._room.wait(), left)
-            except asyncio.TimeoutError:
-                return None
-
-    def roomier(self) -> None:
-        """Somebody has let go of pool memory: loads that wait try again."""
-        self._room.set()
+    # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict(self, tier: Tier, nbytes: int, *, whole: bool = True) -> int:
         """Evict at least `nbytes` from `tier`; returns the number of frames evicted.
@@ -240,9 +186,7 @@ class Stack:
                 part.tiers |= ram.bit
                 self.demotion.soon()
                 return
-        if part.staged is None:
-            obj.retain("staged")
-            part.staged = obj
+        self.room.stage(entry, part, obj)
 
     def settle(self, entry: Entry) -> None:
         """Nobody may need the staged frames of `entry` any more: let go of those."""
@@ -251,8 +195,7 @@ class Stack:
         self.loads.unwanted(entry)
         for number, part in list(entry.shards.items()):
             if part.staged is not None and not part.writes and not part.filling:
-                part.staged.release("staged")
-                part.staged = None
+                self.room.unstage(part)
             self.forget_if_gone(entry, number, MissReason.EVICTED)
         if entry.doomed:
             self._remove(entry)
@@ -261,7 +204,7 @@ class Stack:
             for tier in self.tiers:
                 if leaving & tier.bit:
                     self.leave(entry, tier, MissReason.EVICTED)
-        self.roomier()
+        self.room.more()
 
     def remove(self, entry: Entry, reason: MissReason | None = None) -> None:
         """Take a chunk away everywhere: out of sight now, its frames when nobody holds them."""

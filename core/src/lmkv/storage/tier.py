@@ -8,6 +8,7 @@ threads.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -169,8 +170,13 @@ class Tier(Inventory):
         objects = [item.object for item in items]
         return self._run("put", len(keys), work, finish, objects, priority)
 
-    async def get(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], *, priority: int) -> list[GetResult]:
-        """Load frames into `objects` and verify them. Never raises; what does not verify is reported as corrupt."""
+    async def get(
+        self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], *, priority: int, until: float = math.inf
+    ) -> list[GetResult]:
+        """Load frames into `objects` and verify them, by the loop's time `until` and within the tier's deadline.
+
+        Never raises; what does not verify is reported as corrupt.
+        """
         trailers: dict[int, Trailer] = {}
 
         def work() -> list[Outcome]:
@@ -184,11 +190,11 @@ class Tier(Inventory):
             self._bury(keys, outcomes)
             return outcomes
 
-        outcomes = await self._run("get", len(keys), work, _ignore, objects, priority)
+        outcomes = await self._run("get", len(keys), work, _ignore, objects, priority, until)
         return [GetResult(o, trailers.get(i), miss_reason(o)) for i, o in enumerate(outcomes)]
 
     async def decode(
-        self, source: MemoryObject, trailer: Trailer, target: MemoryObject, *, priority: int
+        self, source: MemoryObject, trailer: Trailer, target: MemoryObject, *, priority: int, until: float = math.inf
     ) -> MissReason | None:
         """Turn a loaded frame of another codec into the identity-coded frame in `target`, sealed; or say why not."""
 
@@ -196,7 +202,7 @@ class Tier(Inventory):
             self.coder.decode(source, trailer, target, self.backend)
             return [OK(target.nbytes)]
 
-        return miss_reason((await self._run("decode", 1, work, _ignore, [source, target], priority))[0])
+        return miss_reason((await self._run("decode", 1, work, _ignore, [source, target], priority, until))[0])
 
     async def contains(self, keys: Sequence[ChunkKey], *, priority: int) -> list[bool]:
         """Ask a shared store. All False when it cannot say within the deadline."""
@@ -322,13 +328,14 @@ class Tier(Inventory):
         finish: Finish,
         objects: Sequence[MemoryObject] = (),
         priority: int = STORE,
+        until: float = math.inf,
     ) -> asyncio.Future[list[Outcome]]:
         if self._calls is None:
             msg = f"tier {self.name!r} is resident: it is borrowed from, not called"
             raise TypeError(msg)
         watch = self._calls.watch
         breaker = {"put": watch.writes, "get": watch.reads, "contains": watch.reads}.get(op)
-        return self._calls.start(Request(op, nkeys, work, finish, objects, priority, breaker))
+        return self._calls.start(Request(op, nkeys, work, finish, objects, priority, breaker, until))
 
     def _stored(self, item: PutItem, nbytes: int, *, late: bool) -> None:
         if not self.shared:
