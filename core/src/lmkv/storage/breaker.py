@@ -51,13 +51,16 @@ class Breaker:
         """Whether every call is refused."""
         return self.state is State.OPEN
 
+    @property
+    def refuses(self) -> bool:
+        """Whether a call would be refused now: all are, or one is on trial and the others have to wait for it."""
+        return self.state is State.OPEN or self._trying
+
     def allow(self) -> bool:
         """Whether a call may go out now. What was allowed is told of by `succeeded`, `failed` or `untold`."""
-        if self.state is State.CLOSED:
-            return True
-        if self.state is State.OPEN or self._trying:
+        if self.refuses:
             return False
-        self._trying = self.background
+        self._trying = self.background and self.state is State.TRIAL
         return True
 
     def succeeded(self) -> None:

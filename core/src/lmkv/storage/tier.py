@@ -113,7 +113,7 @@ class Tier(Inventory):
         """Why a put of so many bytes is dropped at once, however much room there is (counted), or nothing."""
         if self._calls is None:
             return ""
-        why = self._calls.backlog(nbytes) if self.writable else "open"
+        why = "open" if self._calls.watch.writes.refuses else self._calls.backlog(nbytes)
         if why:
             self._calls.count_dropped(1, why)
         return why
