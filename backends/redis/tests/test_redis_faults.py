@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from proxy_rig import FaultProxy
-from redis_rig import RedisServer, has_tls
+from redis_rig import Cluster, RedisServer, has_tls
 from server_rig import free_port, make_certificates
 
 from lmkv.errors import BackendError, ClosedError, ConfigError, LmkvError
@@ -332,6 +332,23 @@ def test_tls_is_as_patient(tmp_path: Path, open_redis: Open) -> None:
         secure.go_on()
         assert put(backend)
         assert get(backend)
+
+
+def test_silent_cluster(tmp_path: Path, open_redis: Open) -> None:
+    with Cluster(tmp_path) as group:
+        for node in group.nodes:
+            node.stop_answering()
+        with within(1.0 + SLACK):
+            backend = open_redis(cluster=[f"{host}:{port}" for host, port in group.addresses])
+        waits = threading.Thread(target=backend.health)
+        waits.start()
+        time.sleep(0.2)
+        with within(0.5 * SLACK):
+            backend.close()
+        waits.join(1.0 + SLACK)
+        assert not waits.is_alive()
+        for node in group.nodes:
+            node.go_on()
 
 
 def test_dead_sentinels(open_redis: Open) -> None:

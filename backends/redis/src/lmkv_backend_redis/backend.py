@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from lmkv.backend import StorageBackendInterface
-from lmkv.errors import BackendError, ConfigError
+from lmkv.errors import BackendError, ConfigError, LmkvError
 from lmkv.types import FAILED, MISS, Capabilities, Health, HealthState, Outcome
 from lmkv_backend_redis import talks
 from lmkv_backend_redis.channel import ReplyError
@@ -140,7 +140,7 @@ class RedisBackend(StorageBackendInterface):
         try:
             self._look()
             self._small("ping", lambda: [client.ping() for client in self._store.primaries()])
-        except BackendError as error:
+        except LmkvError as error:
             return Health(HealthState.DOWN, str(error))
         return Health(HealthState.OK)
 

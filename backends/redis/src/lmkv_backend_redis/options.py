@@ -124,7 +124,7 @@ class RedisOptions(BaseModel):
     tls: TLSOptions | None = Field(default=None, description="TLS; `{}` for the defaults.")
     connect_timeout: Interval = Field(
         default=1.0,
-        description="Time to connect and log in, and for each small command of that; bounded by `deadline`.",
+        description="Time to connect and log in, at most the tier's `deadline`; sentinels and given nodes share it.",
     )
     connections: int = Field(default=4, ge=1, le=64, description="Calls, each on a connection of its own, at one time.")
     prefix: str = Field(

@@ -127,7 +127,10 @@ class Store:
         self._options = options
         self._deadline = deadline
         self._timeout = min(options.connect_timeout, deadline)
+        if self.target.kind == "cluster":  # the first nodes may be dead, and all but the last
+            self._timeout /= len(self.target.addresses)
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._client: Client = None
         self._nodes: dict[object, Node] = {}
         self._closed = False
@@ -135,11 +138,19 @@ class Store:
     def client(self) -> Client:
         """redis-py's client, for small commands. Connecting and each command are bounded by `connect_timeout`."""
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self.target}: closed")
-            if self._client is None:
-                self._client = self._make()
-            return self._client
+            known = self._known()
+        if known is not None:
+            return known
+        with self._making:
+            with self._lock:
+                known = self._known()
+            if known is not None:
+                return known
+            made = self._make()  # a cluster is asked for its nodes: nobody who closes may have to wait for that
+            with self._lock:
+                self._known()
+                self._client = made
+            return made
 
     def split(self, names: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
         """The nodes that keep these keys, each with the indices of its keys."""
@@ -207,6 +218,11 @@ class Store:
         if client is not None:
             with contextlib.suppress(*ERRORS):
                 client.close()
+
+    def _known(self) -> Client:
+        if self._closed:
+            raise ClosedError(f"{self.target}: closed")
+        return self._client
 
     def _forget(self) -> None:
         """After an error: idle connections, and where a cluster keeps what, may be of the past."""
