@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from lmkv.secrets import Secret  # noqa: TC001  pydantic reads the annotations
 
@@ -57,8 +58,17 @@ def _is_key(value: SecretStr) -> SecretStr:
     return value
 
 
-KeyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
+_DIGITS: Final = 2 * min(KEY_BYTES)
+_ID: Final = r"^[A-Za-z0-9._-]{1,32}$"
+KeyId = Annotated[str, Field(pattern=_ID)]
 """Stands in every frame that was written with the key, in the clear."""
+
+
+def _is_name(text: object) -> bool:
+    """A name of a key, and not the hexadecimal digits of one."""
+    return (
+        isinstance(text, str) and re.match(_ID, text) is not None and not (len(text) == _DIGITS and set(text) <= _HEX)
+    )
 
 
 class AesGcmOptions(CodecOptions):
@@ -71,13 +81,22 @@ class AesGcmOptions(CodecOptions):
         default=None, description="Name of the key to write with; may be left out where there is one key only."
     )
 
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """Here and not by the type of the names: what stands in the place of a name may be a key, and is not told."""
+        if isinstance(value, dict) and not all(map(_is_name, value)):
+            raise ValueError("are written {name: key}; a name is 1 to 32 letters, digits, '.', '_', '-', and no key")
+        return value
+
     @model_validator(mode="after")
     def _use_one_of_them(self) -> AesGcmOptions:
         names = ", ".join(self.keys)
         if self.use is None and len(self.keys) > 1:
             raise ValueError(f"use: which of the keys {names} is to be written with?")
         if self.use is not None and self.use not in self.keys:
-            raise ValueError(f"use: there is no key {self.use!r}; keys: {names}")
+            shown = repr(self.use) if _is_name(self.use) else "of that name"
+            raise ValueError(f"use: there is no key {shown}; keys: {names}")
         return self
 
     @property
