@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,6 +43,10 @@ def store(node: Node, wanted: list[list[int]]) -> None:
     engine = node.engine()
     for prompt in wanted:
         engine.store(prompt)
+        until = time.monotonic() + 10
+        while node.on_loop(lambda: node.manager.stack.demotion.busy):  # copies ahead of an eviction begin in a moment
+            assert time.monotonic() < until
+            time.sleep(0.005)
         node.settle()
 
 
