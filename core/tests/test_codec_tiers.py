@@ -167,7 +167,7 @@ def test_a_shared_store_may_hold_frames_of_any_codec(writer: str, reader: str) -
             await stored(manager, range(8), Compressible)
         remote, local = keep(first), Shelf()
         both = [
-            (local, {"name": "local", "capacity": 20 * FRAME, "write": "never"}),
+            (local, {"name": "local", "capacity": 20 * FRAME, "write": "demote"}),
             (remote, {"name": "remote", "codec": reader}),
         ]
         async with storage(ram=8 * FRAME, below=both, codecs=keyed(k=ONE)) as manager:
@@ -205,7 +205,7 @@ def test_a_frame_stored_below_with_a_codec_is_sealed_before_it_goes_elsewhere() 
         packed, plain = Shelf(), Shelf()
         tiers = [
             (packed, {"name": "packed", "capacity": 20 * FRAME, "codec": "zlib"}),
-            (plain, {"name": "plain", "capacity": 20 * FRAME, "write": "never"}),
+            (plain, {"name": "plain", "capacity": 20 * FRAME, "write": "demote"}),
         ]
         async with storage(ram=8 * FRAME, below=tiers, codecs=keyed()) as manager:
             client = await stored(manager, range(8), Compressible)
@@ -303,7 +303,7 @@ def test_an_unreadable_frame_makes_room_also_when_its_chunk_is_in_memory() -> No
         async with below(first, "aes-gcm", keyed(k=ONE)) as manager:
             await stored(manager, range(4))
         second, room = keep(first), 3 * FRAME + 4096
-        async with below(second, "aes-gcm", keyed("new", new=TWO), capacity=room, write="never") as manager:
+        async with below(second, "aes-gcm", keyed("new", new=TWO), capacity=room, write="demote") as manager:
             client = Client(manager, namespace())
             assert await loads(client, range(4)) == [False]
             for tokens in (range(4), range(100, 112)):

@@ -819,7 +819,7 @@ def test_tails_of_others_are_found_in_a_shared_store() -> None:
 def test_move_copy_and_recode() -> None:
     async def body() -> None:
         upper, lower = Shelf(), Shelf()
-        fast, slow = {"name": "fast", "capacity": 9 * FRAME}, {"name": "slow", "capacity": 9 * FRAME, "write": "never"}
+        fast, slow = {"name": "fast", "capacity": 9 * FRAME}, {"name": "slow", "capacity": 9 * FRAME, "write": "demote"}
         below = [(upper, fast), (lower, slow)]
         async with storage(ram=4 * FRAME, below=below) as manager:
             client = Client(manager, namespace())

@@ -141,6 +141,6 @@ class StoredFrame(NamedTuple):
     trailer: bytes
     """The last bytes of the frame, with at least its whole trailer (`lmkv.backend.trailer_bytes` tells its length).
 
-    Without that the frame counts as damaged."""
+    Of one that is given less the core reads the whole frame at the start."""
     last_used: float
     """Seconds since the epoch of the last write or touch; orders frames for eviction after a restart."""

@@ -134,7 +134,10 @@ class TierConfig(Model):
     evict: str = Field(default="leaf-first-lru", description="Eviction policy; `none` only where there is no capacity.")
     write: Literal["through", "demote", "never"] = Field(
         default="through",
-        description="Frames come in when they are stored, when the tier above evicts them, or never (read-only).",
+        description=(
+            "Frames come in when they are stored, when the tier above evicts them, or never (read-only: nothing is "
+            "stored, moved, described or, at a start, evicted; what is cleared or damaged goes)."
+        ),
     )
     read: Literal["promote", "direct"] = Field(
         default="promote", description="What is read stays in the fastest tier as well, or only passes through."

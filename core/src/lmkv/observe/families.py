@@ -67,12 +67,23 @@ FAMILIES: Final = (
     Family(
         "lmkv_misses_total", "counter", "Chunks that were asked for and not given, by reason.", ("reason",), client=True
     ),
-    Family("lmkv_dropped_stores_total", "counter", "Chunks that were not stored, by reason.", ("reason",), client=True),
+    Family(
+        "lmkv_dropped_stores_total",
+        "counter",
+        "Chunks that were not stored, by reason; counted by each rank for its shard.",
+        ("reason",),
+        client=True,
+    ),
     Family("lmkv_evictions_total", "counter", "Frames evicted to make room.", ("tier",)),
     Family("lmkv_tier_operations_total", "counter", "Keys by operation and outcome.", ("tier", "op", "outcome")),
     Family("lmkv_tier_bytes_total", "counter", "Bytes of frames read or written.", ("tier", "op")),
-    Family("lmkv_tier_seconds", "histogram", "Seconds of one batch, queue included.", ("tier", "op")),
-    Family("lmkv_tier_queue_calls", "gauge", "Calls that wait or run in the tier's driver.", ("tier",)),
+    Family(
+        "lmkv_tier_seconds",
+        "histogram",
+        "Seconds of one batch in the backend, without its time in the queue.",
+        ("tier", "op"),
+    ),
+    Family("lmkv_tier_queue_calls", "gauge", "Calls that wait in the tier's driver.", ("tier",)),
     Family("lmkv_tier_rejected_total", "counter", "Calls refused because the tier's queue was full.", ("tier", "op")),
     Family(
         "lmkv_tier_dropped_writes_total",

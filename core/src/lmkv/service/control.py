@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lmkv.storage.index import Entry
     from lmkv.storage.manager import StorageManager
+    from lmkv.storage.tier import Tier
 
 
 class Control:
@@ -70,6 +71,9 @@ class Control:
         source, target = self._manager.tier(message.source), self._manager.tier(message.target)
         if source is target:
             raise ConfigError(f"source and target are both tier {source.name!r}")
+        _check_writable(target)
+        if not message.keep:
+            _check_writable(source)
         count = 0
         for entry in list(self._entries(message.namespace, message.digests)):
             there = [part.tiers & source.bit for part in entry.shards.values()]
@@ -97,6 +101,7 @@ class Control:
         tier = self._manager.tier(message.tier)
         if tier.resident:
             raise ConfigError(f"tier {tier.name!r} holds frames as the engine needs them: compress a tier below it")
+        _check_writable(tier)
         tier.coder.check(message.codec)
         count = 0
         for entry in list(self._entries(message.namespace, message.digests)):
@@ -135,3 +140,8 @@ class Control:
         del message
         state, tiers = self._manager.health()
         return p.HealthReport(state, tiers, self._manager.holds(), self._manager.metrics.snapshot())
+
+
+def _check_writable(tier: Tier) -> None:
+    if tier.settings.write == "never":
+        raise ConfigError(f"tier {tier.name!r} is read-only (write: never): nothing is moved into or out of it")

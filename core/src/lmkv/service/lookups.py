@@ -34,6 +34,8 @@ class Lookups:
         self._stack = manager.stack
         self._metrics = metrics
         self._leases = leases
+        self.closed = False
+        """The client has gone: what is still being asked for it gets no lease."""
 
     def lookup(self, message: p.Lookup) -> p.Found | Awaitable[p.Found]:
         """At once, unless a shared store has to be asked.
@@ -171,7 +173,7 @@ class Lookups:
 
     def _lease(self, entries: Sequence[Entry], partial: tuple[Entry, int] | None, patience: float) -> int:
         """Promise these, and start their loads in order; 0 when there is nothing to promise."""
-        if not entries and partial is None:
+        if self.closed or (not entries and partial is None):
             return 0
         lease = self._manager.holdings.lease([*entries])
         if partial is not None:

@@ -50,7 +50,7 @@ class Session:
         self._closed = False
         manager.sessions.add(self)
         control = Control(manager)
-        lookups = Lookups(manager, self._metrics, self.leases)
+        self._lookups = lookups = Lookups(manager, self._metrics, self.leases)
         self._verbs: dict[type[p.Message], Callable[..., p.Message | Awaitable[p.Message] | None]] = {
             p.Register: self._register,
             p.Unregister: self._unregister,
@@ -84,7 +84,7 @@ class Session:
         """The client has gone: abort what it was filling, drop what it held. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._lookups.closed = True
         for number in list(self.reservations):
             self._abort(p.Abort(number))
         for number in list(self.holds):

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import FrameError
-from lmkv.frame import link
+from lmkv.frame import link, trailer_bytes
+from lmkv.memory import MemoryObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ async def recover(tier: Tier, index: Index) -> list[ChunkKey]:
     begin = time.monotonic()
     damaged: list[ChunkKey] = []
     with _no_collections():
-        frames = await asyncio.to_thread(list, tier.backend.scan())
+        frames = await asyncio.to_thread(_scan, tier)
         scanned = time.monotonic()
         sizes: dict[ChunkKey, int] = {}
         parents: dict[ChunkKey, bytes | None] = {}
@@ -50,6 +51,23 @@ async def recover(tier: Tier, index: Index) -> list[ChunkKey]:
             tier.name, len(sizes), tier.used, len(damaged), scanned - begin, time.monotonic() - scanned,
         )  # fmt: skip
     return damaged
+
+
+def _scan(tier: Tier) -> list[StoredFrame]:
+    """What is listed, with whole trailers: one that the backend gave only the end of is read with its frame. Blocks."""
+    frames = list(tier.backend.scan())
+    short = [i for i, stored in enumerate(frames) if trailer_bytes(stored.trailer) > len(stored.trailer)]
+    if short:
+        log.warning(
+            "tier %s: its backend lists %d frames with less than their trailers (%d bytes of %d): these are read whole",
+            tier.name, len(short), len(frames[short[0]].trailer), trailer_bytes(frames[short[0]].trailer),
+        )  # fmt: skip
+    for i in short:
+        stored = frames[i]
+        whole = MemoryObject.over(bytearray(stored.nbytes))
+        if tier.backend.get([stored.key], [whole])[0].ok:
+            frames[i] = stored._replace(trailer=bytes(whole.view[-trailer_bytes(stored.trailer) :]))
+    return frames
 
 
 def _enter(

@@ -216,7 +216,7 @@ class Tier(Inventory):
         return found if outcomes[0].ok and len(found) == len(keys) else [False] * len(keys)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove frames, from the index now and from the store soon; until then they count, and cannot be put again."""
+        """Remove frames, from the books now and from the store soon; until then they cannot be put again."""
         if not keys:
             return
         if self._calls is None:
@@ -250,12 +250,14 @@ class Tier(Inventory):
 
     def remember_use(self, keys: Sequence[ChunkKey]) -> None:
         """Let a persistent store note the use, so that the order survives a restart. A hint: dropped when busy."""
+        if self.settings.write == "never":
+            return
         if self._calls is not None and keys and self.backend.capabilities.persistent and not self.queue()[0]:
             self._tell("touch", lambda: self.backend.touch(keys))
 
     def describe(self, namespace: bytes, text: str) -> None:
-        """Hand a namespace's JSON to the backend."""
-        if self._calls is None:
+        """Hand a namespace's JSON to the backend, unless the tier is read-only."""
+        if self._calls is None or self.settings.write == "never":
             return
         self._undescribed[namespace] = text
         if self.readable and self.writable:
