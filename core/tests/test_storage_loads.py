@@ -8,17 +8,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
+from storage_rig import FRAME, PAGE_BYTES, Client, Shelf, chain, codecs, namespace, storage
 
+from lmkv.frame import Trailer, frame_bytes, seal
 from lmkv.service import protocol as p
+from lmkv.specs import Payload
 from lmkv.storage import loads
-from lmkv.types import MISS, REJECTED
+from lmkv.types import MISS, REJECTED, ChunkKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from lmkv.keys import KeyChain
-    from lmkv.types import ChunkKey, Outcome
+    from lmkv.types import Outcome
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -342,5 +344,33 @@ def test_a30_a_shared_store_that_lost_it_is_a_miss_once() -> None:
             client.store(client.frames(keys))
             await client.settled()
             assert shelf.frames.keys() == frames.keys()
+
+    run(body())
+
+
+@pytest.mark.parametrize("codec", ["identity", "zlib"])
+@pytest.mark.parametrize(("pages", "nbytes"), [(2, 2 * PAGE_BYTES - 2), (2, 100), (1, PAGE_BYTES)])
+def test_an_intact_frame_of_another_size_is_none(codec: str, pages: int, nbytes: int) -> None:
+    """Who reads it would read what lies behind it in the pool: somebody else's."""
+
+    async def body() -> None:
+        shelf, space, keys = Shelf(shared=True), namespace(), chain(range(4))
+        key = ChunkKey(space.id, 0, keys.digests[0])
+        prefixes = tuple(keys.prefixes(0)[: pages - 1])
+        raw = memoryview(bytearray(nbytes))
+        stored = b"".join(codecs(codec).encode(raw, Payload(key=key, raw_bytes=nbytes)))
+        frame = bytearray(frame_bytes(len(stored), len(prefixes), codec))
+        frame[: len(stored)] = stored
+        seal(memoryview(frame), Trailer(key, b"", pages, prefixes, codec, len(stored), nbytes))
+        shelf.frames[key] = bytes(frame)
+        async with storage(below=[(shelf, {})]) as manager:
+            client = Client(manager, space)
+            found = await client.look_up(keys)
+            assert found.chunks == 1
+            assert await client.load(found, keys) == [False]
+            client.ask(p.Release(found.lease))
+            await client.settled()
+            assert shelf.aside == [key]
+            assert not manager.pool.holders()
 
     run(body())

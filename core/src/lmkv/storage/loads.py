@@ -22,6 +22,7 @@ from lmkv.types import MissReason
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lmkv.frame import Trailer
     from lmkv.memory import MemoryObject
     from lmkv.storage.index import Entry, Shard
     from lmkv.storage.stack import Stack
@@ -298,10 +299,13 @@ class Loads:
         part = entry.shards.get(shard)
         if part is None:
             return MissReason.EVICTED
-        if result.reason is not None:
-            self._mourn(tier, want, result.reason)
-            return result.reason
-        trailer = result.trailer
+        trailer, reason = result.trailer, result.reason
+        if trailer is not None and not _fits(entry, shard, trailer):
+            tier.set_aside([entry.key(shard)])
+            reason = MissReason.CORRUPT
+        if reason is not None:
+            self._mourn(tier, want, reason)
+            return reason
         if trailer is not None:
             entry.namespace.learn(entry, b"".join(trailer.prefixes))
         if trailer is None or trailer.codec == IDENTITY:
@@ -357,6 +361,13 @@ class Loads:
         if reason is not None:
             self._stack.forget_if_gone(want.entry, want.shard, reason)
         self._stack.settle(want.entry)
+
+
+def _fits(entry: Entry, shard: int, trailer: Trailer) -> bool:
+    """Whether an intact frame is as large as its readers will take it for: others write to shared stores too."""
+    sizes = entry.namespace.page_bytes
+    known = shard < len(sizes)  # else nobody has registered the namespace, and nobody reads it
+    return trailer.pages == entry.pages and (not known or trailer.raw_bytes == entry.pages * sizes[shard])
 
 
 def full(nbytes: int, frames: int) -> bool:
