@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -156,6 +160,48 @@ def test_the_default_socket_is_private(tmp_path: Path, monkeypatch: pytest.Monke
     one.parent.chmod(0o777)
     with pytest.raises(ConfigError, match="nobody else"):
         files.default_socket("a")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    files.private_folder(folder)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match="nobody else can write to"):
+        files.private_folder(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
+def test_a_client_that_died_is_noticed_while_its_fork_lives(served: Served) -> None:
+    """A fork of an engine, such as a worker's compiler, keeps the socket open."""
+    script = (
+        "import os, sys, time\n"
+        "from lmkv.service.client import SocketClient\n"
+        "client = SocketClient(sys.argv[1], 'doomed', prefault=False)\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    print(child, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    doomed = subprocess.Popen([sys.executable, "-c", script, served.path], stdout=subprocess.PIPE, text=True)
+    child = 0
+    try:
+        assert doomed.stdout is not None
+        child = int(doomed.stdout.readline())
+        [session] = served.storage.sessions
+        assert not session.closed.is_set()
+        doomed.kill()
+        doomed.wait()
+        assert session.closed.wait(20)
+        os.kill(child, 0)  # the fork still lives
+    finally:
+        doomed.kill()
+        if child:
+            os.kill(child, signal.SIGKILL)
+        doomed.wait()
+        if doomed.stdout is not None:
+            doomed.stdout.close()
 
 
 def test_a_lock_has_one_holder_and_leaves_no_file(tmp_path: Path) -> None:

@@ -244,6 +244,16 @@ def test_who_talks_nonsense_is_told_and_thrown_out(served: Served, client: Socke
     assert client.call(GetHealth()).result(10)
 
 
+def test_a_first_message_is_short(served: Served) -> None:
+    """Who has not said who he is gets no memory for what he says that he will send."""
+    with raw(served.path, hello=False) as sock:
+        sock.sendall(wire.LENGTH.pack(wire.HELLO_LIMIT + 1))  # and nothing of it
+        call, reply = wire.decode_reply(drained(sock)[4:])
+    assert call == 0
+    assert isinstance(reply, Refused)
+    assert f"claims {wire.HELLO_LIMIT + 1} bytes" in reply.message
+
+
 def test_who_is_thrown_out_may_still_be_copying(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "GRACE_SECONDS", 0.3)
     with raw(served.path) as sock:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 
-from lmkv.errors import ConfigError
+from lmkv.errors import BackendError, ConfigError
 from lmkv.keys import Extras, KeyChain, Namespace
+from lmkv.memory import MemoryObject
 from lmkv.service import protocol as p
+from lmkv.storage import demotion
+from lmkv.storage.driver import DEMOTE, QUEUED, RUNNING, STORE, Driver
+from lmkv.types import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -111,3 +116,197 @@ def test_a_backend_that_lists_cut_off_trailers_loses_nothing(caplog: pytest.LogC
 
     run(body())
     assert "2 frames with less than their trailers" in caplog.text
+
+
+async def stored(client: Client, prompts: Sequence[KeyChain]) -> None:
+    for keys in prompts:
+        client.store(client.frames(keys))
+        await client.settled()
+
+
+async def loaded(client: Client, keys: KeyChain) -> bool:
+    found = await client.look_up(keys)
+    if not found.chunks:
+        return False
+    try:
+        return all(await client.load(found, keys))
+    finally:
+        client.ask(p.Release(found.lease))
+
+
+def test_loads_that_fail_close_the_way_for_loads_only() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        below = [(shelf, {"capacity": 40 * FRAME, "failures": 3, "probe": 60.0})]
+        async with storage(ram=None, pool=8 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            await stored(client, [prompt(i) for i in range(6)])
+
+            def broken(_: Sequence[ChunkKey]) -> None:
+                raise BackendError("it is broken")
+
+            shelf.on_get = broken
+            for i in range(3):
+                assert not await loaded(client, prompt(i))
+            shelf.calls.clear()
+            for i in range(3, 6):
+                assert not await loaded(client, prompt(i))
+            assert not shelf.calls
+            assert manager.metrics.value("lmkv_misses_total", reason="tier_open") == 3
+            await stored(client, [prompt(7)])
+            assert ("put", 1) in shelf.calls, "stores go on"
+
+    run(body())
+
+
+def test_stores_that_fail_close_the_way_for_stores_only() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        below = [(shelf, {"capacity": 40 * FRAME, "failures": 3, "probe": 60.0})]
+        async with storage(ram=None, pool=8 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            await stored(client, [prompt(0)])
+
+            def full(_: Sequence[ChunkKey]) -> None:
+                raise BackendError("it is full")
+
+            shelf.on_put = full
+            await stored(client, [prompt(i) for i in range(1, 4)])
+            shelf.calls.clear()
+            await stored(client, [prompt(4)])
+            assert ("put", 1) not in shelf.calls
+            assert await loaded(client, prompt(0)), "loads go on"
+
+    run(body())
+
+
+def test_damaged_frames_are_no_sign_of_illness() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        below = [(shelf, {"capacity": 40 * FRAME, "failures": 2, "probe": 60.0})]
+        async with storage(ram=None, pool=8 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            await stored(client, [prompt(i) for i in range(6)])
+            whole = prompt(5).digests[0]
+            for key, frame in list(shelf.frames.items()):
+                if key.digest != whole:
+                    shelf.frames[key] = bytes([frame[0] ^ 1]) + frame[1:]
+            for i in range(5):
+                assert not await loaded(client, prompt(i))
+            assert manager.metrics.value("lmkv_corrupt_frames_total") == 5
+            assert await loaded(client, prompt(5))
+
+    run(body())
+
+
+def test_stores_that_wait_are_written_before_the_end() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+
+        def slow(_: Sequence[ChunkKey]) -> None:
+            time.sleep(0.03)
+
+        shelf.on_put = slow
+        async with storage(ram=30 * FRAME, below=[(shelf, {"capacity": 40 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            for i in range(20):
+                client.store(client.frames(prompt(i)))
+            assert len(shelf.frames) < 20
+            await manager.close(10.0)
+            assert len(shelf.frames) == 20
+
+    run(body())
+
+
+def test_the_use_of_frames_is_remembered_over_a_restart() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=2 * FRAME, below=[(shelf, {"capacity": 40 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            await stored(client, [prompt(i) for i in range(6)])
+            assert await loaded(client, prompt(0))
+            await client.settled()
+        async with storage(ram=2 * FRAME, below=[(shelf, {"capacity": 2 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            await client.settled()
+            assert {key.digest for key in shelf.frames} == {prompt(0).digests[0], prompt(5).digests[0]}
+
+    run(body())
+
+
+def test_frames_that_a_backend_cannot_take_are_not_sent() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        shelf.capabilities = Capabilities(scan=True, persistent=True, parallelism=2, max_frame_bytes=FRAME - 1)
+        async with storage(below=[(shelf, {"capacity": 40 * FRAME})]) as manager:
+            client = Client(manager, namespace())
+            await stored(client, [prompt(0)])
+            assert ("put", 1) not in shelf.calls
+            assert manager.metrics.value("lmkv_tier_dropped_writes_total", reason="not_taken") == 1
+
+    run(body())
+
+
+def test_copies_ahead_of_evictions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demotion, "UNDER_WAY_BYTES", 3 * FRAME)
+
+    async def body() -> None:
+        shelf, gate = Shelf(), threading.Event()
+
+        def blocked(_: Sequence[ChunkKey]) -> None:
+            gate.wait(10)
+
+        shelf.on_put = blocked
+        below = [(shelf, {"capacity": 99 * FRAME, "write": "demote", "deadline": 20.0})]
+        async with storage(ram=20 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            for i in range(20):
+                client.store(client.frames(prompt(i)))
+            await asyncio.sleep(0.1)
+            try:
+                writes = [
+                    part.writes
+                    for entry in manager.index.namespace(client.space.id).entries.values()
+                    for part in entry.shards.values()
+                ]
+                assert sum(writes) == 3
+            finally:
+                gate.set()
+            await client.settled()
+            assert len(shelf.frames) >= 9, "and they go on"
+
+    run(body())
+
+
+def test_a_driver_takes_no_more_bytes_than_it_may() -> None:
+    driver, gate = Driver("t", threads=1, max_calls=99, max_bytes=1000), threading.Event()
+    started = threading.Event()
+    try:
+        driver.submit(lambda: started.set() or gate.wait(10), done=lambda *_: None)
+        assert started.wait(10)
+        objects = [MemoryObject.over(bytearray(600)) for _ in range(3)]
+        taken = [driver.submit(lambda: None, done=lambda *_: None, objects=[obj]) is not None for obj in objects[:2]]
+        assert taken == [True, False]
+        load = driver.submit(lambda: None, done=lambda *_: None, objects=objects[2:], priority=QUEUED)
+        assert load is not None, "loads have a queue of their own"
+    finally:
+        gate.set()
+        assert driver.close(10)
+    assert [obj.count for obj in objects] == [1, 1, 1]
+
+
+def test_a_driver_does_first_what_is_most_urgent() -> None:
+    driver, gate = Driver("t", threads=1, max_calls=99, max_bytes=1000), threading.Event()
+    started, order, over = threading.Event(), [], threading.Event()
+    try:
+        driver.submit(lambda: started.set() or gate.wait(10), done=lambda *_: None)
+        assert started.wait(10)
+        for priority in (DEMOTE, STORE, QUEUED, RUNNING):
+            driver.submit(lambda priority=priority: order.append(priority), done=lambda *_: None, priority=priority)
+        driver.submit(over.set, done=lambda *_: None, priority=DEMOTE + 1)
+        gate.set()
+        assert over.wait(10)
+    finally:
+        gate.set()
+        driver.close(10)
+    assert order == [RUNNING, QUEUED, STORE, DEMOTE]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,7 +25,6 @@ from lmkv_backend_disk.names import frame_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from conftest import Open
 
@@ -166,6 +166,17 @@ def test_fsync_publish_flushes_before_and_after_the_rename(open_disk: Open, monk
     assert order[:2] == ["fdatasync", "replace"]
     assert set(order[2:]) <= {"replace", "fsync"}  # the first frame of a folder: renamed again when it has been made
     assert order[-1] == "fsync"
+
+
+def test_fsync_publish_flushes_a_folder_that_was_there(open_disk: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = open_disk(fsync="publish")
+    put(backend, 1)
+    flushed: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(str(Path(f"/proc/self/fd/{fd}").readlink())) or real(fd))
+    put(backend, 1)
+    leaf = Path(frame_path("store", make_key(1))).parent
+    assert [path for path in flushed if path.endswith(f"/{leaf}")]
 
 
 def test_foreign_files_are_left_alone(open_disk: Open, tmp_path: Path) -> None:

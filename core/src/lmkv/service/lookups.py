@@ -198,7 +198,8 @@ class Lookups:
         return entries
 
     def _miss(self, message: p.Lookup | p.Extend, count: int, reason: MissReason) -> None:
-        if not message.again:
+        """Count chunks that were asked for and are not to be had; the look-up before an `Extend` has done so."""
+        if not message.again and isinstance(message, p.Lookup):
             self._metrics.inc("lmkv_misses_total", count, reason=reason.value)
 
 
