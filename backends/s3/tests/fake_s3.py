@@ -34,6 +34,7 @@ class Seen:
     target: str
     """As in the request line."""
     headers: dict[str, str]
+    connection: socket.socket
     at: float = field(default_factory=time.monotonic)
 
 
@@ -132,7 +133,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         fake = self.server_of
-        seen = Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
+        seen = Seen(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, self.connection)
         fake.seen.append(seen)
         refusal = fake.script(seen)
         body = self.rfile.read(int(seen.headers.get("content-length", 0)))

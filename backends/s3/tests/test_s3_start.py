@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 from fake_s3 import FakeS3
@@ -18,6 +20,7 @@ from server_rig import make_certificates
 from lmkv.errors import BackendError, ConfigError
 from lmkv.testing import make_key, make_memory, make_payload
 from lmkv.types import OK, HealthState
+from lmkv_backend_s3.line import Line
 from lmkv_backend_s3.options import S3Options
 
 if TYPE_CHECKING:
@@ -159,6 +162,20 @@ def test_tls(secure: FakeS3, open_s3: Open, certificates: Certificates, monkeypa
         open_s3(secure)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.ca))
     round_trip(open_s3(secure))
+
+
+def test_an_aborted_line_sends_nothing_in_the_clear(secure: FakeS3, certificates: Certificates) -> None:
+    """`SSLSocket.shutdown` ends TLS: who sends in another thread just then would go on without."""
+    url = urlsplit(secure.endpoint)
+    one = Line(url, ssl.create_default_context(cafile=certificates.ca), time.monotonic() + 10.0)
+    sock = one._http.sock
+    one.abort()
+    try:
+        assert sock.version(), "TLS has ended before the connection"
+        with pytest.raises(OSError, match=r".+"):
+            sock.sendall(b"secret" * 1000)
+    finally:
+        one.close()
 
 
 def test_ca_file_that_is_none(secure: FakeS3, open_s3: Open, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import socket
 import time
 from base64 import b64encode
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -56,11 +57,33 @@ class Payload:
         return len(self.view)
 
 
+class _Timed(io.RawIOBase):
+    """A socket to read from, each time for no longer than is left: Python's own file waits as long for every byte."""
+
+    def __init__(self, sock: socket.socket, until: float) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb", buffering=0)  # keeps the socket open as long as it is itself
+        self._until = until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(remaining(self._until))
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class Reply(http.client.HTTPResponse):
     """An answer whose body goes into given memory, within a limit for the whole of it."""
 
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, sock: socket.socket, *args: Any, until: float, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock, until))
         self._sock = sock
         self._direct = False
 
@@ -132,7 +155,6 @@ class Line:
                 self._http.set_tunnel(url.hostname or "", url.port, _leave(self._proxy))
         else:
             self._http = http.client.HTTPConnection(via.hostname or "", via.port, timeout=limit, blocksize=_BLOCK)
-        self._http.response_class = Reply
         self._http.connect()
         self._sock = self._http.sock
         self._reply: Reply | None = None
@@ -168,7 +190,8 @@ class Line:
     def abort(self) -> None:
         """Wake whoever waits on it."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not the method of a TLS socket: that one ends TLS first, and whoever is about to send would, in the clear.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Idempotent. An answer whose end is that of the connection holds the socket open until it is closed itself."""
@@ -177,7 +200,7 @@ class Line:
             self._reply.close()
 
     def _head(self, until: float) -> Reply:
-        self._sock.settimeout(remaining(until))
+        self._http.response_class = partial(Reply, until=until)  # type: ignore[assignment]  # a callable will do
         reply = self._http.getresponse()
         assert isinstance(reply, Reply)
         self._reply = reply
