@@ -216,7 +216,7 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """Forget everything, as after a change of weights. Does not fail: vLLM would raise out of `sleep` and pauses."""
+        """Forget everything, as after a change of weights. Never fails: vLLM would raise out of `sleep`, too."""
         return self._scheduler.reset() if self._scheduler is not None else True
 
     # --- both ---
