@@ -310,3 +310,35 @@ def test_a_driver_does_first_what_is_most_urgent() -> None:
         gate.set()
         driver.close(10)
     assert order == [RUNNING, QUEUED, STORE, DEMOTE]
+
+
+def test_a_shared_store_is_cleared_by_who_names_it() -> None:
+    async def body() -> None:
+        shelf = Shelf(shared=True)
+        cleared: list[bytes | None] = []
+
+        def clear(space: bytes | None = None) -> None:
+            cleared.append(space)
+            for key in [key for key in shelf.frames if space in {None, key.namespace}]:
+                del shelf.frames[key]
+
+        shelf.clear = clear  # type: ignore[method-assign]
+        async with storage(below=[(shelf, {"name": "shared", "deadline": 1.0})]) as manager:
+            client, other = Client(manager, namespace()), Client(manager, namespace(model="other"))
+            for each in (client, other):
+                await stored(each, [prompt(0), prompt(1)])
+            await client.wait(p.Clear(client.space.id))
+            await client.settled()
+            assert not cleared, "it may be of use to others"
+            await client.wait(p.Clear(client.space.id, "shared"))
+            assert cleared == [client.space.id]
+            assert {key.namespace for key in shelf.frames} == {other.space.id}
+
+            def broken(_: bytes | None = None) -> None:
+                raise BackendError("it is broken")
+
+            shelf.clear = broken  # type: ignore[method-assign]
+            with pytest.raises(BackendError, match=r"'shared' was not cleared.*it is broken"):
+                await client.wait(p.Clear(None, "shared"))
+
+    run(body())

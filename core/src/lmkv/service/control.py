@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from lmkv.errors import ConfigError
+from lmkv.errors import BackendError, ConfigError
 from lmkv.service import protocol as p
 from lmkv.service.protocol import split_digests
 from lmkv.storage.driver import DEMOTE, QUEUED
@@ -112,7 +112,23 @@ class Control:
             count += bool(done) and all(done)
         return p.Ok(count)
 
-    def _clear(self, message: p.Clear) -> p.Cleared:
+    def _clear(self, message: p.Clear) -> p.Cleared | Awaitable[p.Cleared]:
+        if message.tier is not None and (tier := self._manager.tier(message.tier)).shared:
+            return self._clear_shared(message, tier)
+        return self._clear_known(message)
+
+    async def _clear_shared(self, message: p.Clear, tier: Tier) -> p.Cleared:
+        """Whoever names a store that others share means their frames too."""
+        _check_writable(tier)
+        cleared = self._clear_known(message)
+        outcome = await tier.clear(message.namespace)
+        if outcome.error is not None or not outcome.ok:
+            raise BackendError(
+                f"tier {tier.name!r} was not cleared, or not yet: {outcome.error or 'its queue is full'}"
+            )
+        return cleared
+
+    def _clear_known(self, message: p.Clear) -> p.Cleared:
         manager = self._manager
         tiers = self._stack.tiers if message.tier is None else (manager.tier(message.tier),)
         namespaces = list(manager.index.namespaces.values())
@@ -144,4 +160,6 @@ class Control:
 
 def _check_writable(tier: Tier) -> None:
     if tier.settings.write == "never":
-        raise ConfigError(f"tier {tier.name!r} is read-only (write: never): nothing is moved into or out of it")
+        raise ConfigError(
+            f"tier {tier.name!r} is read-only (write: never): nothing is moved into it or removed from it"
+        )

@@ -230,6 +230,18 @@ class Tier(Inventory):
                 self._dying[key] = nbytes
         self._flush_deletes()
 
+    async def clear(self, namespace: bytes | None) -> Outcome:
+        """Remove every frame (of one namespace) from a shared store, also those that this node does not know of.
+
+        Nothing of the index changes: that is the caller's.
+        """
+
+        def work() -> list[Outcome]:
+            self.backend.clear(namespace)
+            return [OK(0)]
+
+        return (await self._run("clear", 1, work, _ignore))[0]
+
     def tidy(self) -> None:
         """Do what waited while the tier was off; bury what a put that broke off may have left. Called now and then."""
         if not (self.readable and self.writable):
