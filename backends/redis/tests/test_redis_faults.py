@@ -355,8 +355,10 @@ def test_dead_sentinels(open_redis: Open) -> None:
     where = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     with within(2.0 + SLACK):
         backend = open_redis(sentinels=where, service="kv")
-    with within(2.0 + SLACK), pytest.raises(BackendError, match="redis 'kv' of sentinels"):
+    with within(2.0 + SLACK), pytest.raises(BackendError, match="redis 'kv' of sentinels") as told:
         get(backend)
+    assert "no sentinel that answers knows the service" in str(told.value)
+    assert "redis.connection" not in str(told.value), "redis-py's inside"
 
 
 def test_dead_cluster(open_redis: Open) -> None:

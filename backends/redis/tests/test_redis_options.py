@@ -105,6 +105,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "password without host": ({"url": "redis://hunter22:x"}, "proper host:port"),
     "query": ({"url": "redis://:hunter22@h?ssl=true"}, "only unix://"),
     "path": ({"url": "redis://:hunter22@h/1/hunter22"}, "database number"),
+    "url as host": ({"host": "redis://kv:hunter22@h"}, "is no address but a URL"),
+    "login in host": ({"host": "kv:hunter22@h"}, "is no address but a URL"),
+    "url among nodes": ({"cluster": ["h", "redis://kv:hunter22@h:1"]}, "is no address but a URL"),
+    "login among sentinels": ({"sentinels": [":hunter22@h:1"], "service": "kv"}, "is no address but a URL"),
+    "url as socket": ({"socket": "unix://kv:hunter22@/s"}, "or a URL"),
     "bare ipv6": ({"host": "h", "url": None, "cluster": ["::1"]}, "brackets"),
 }
 

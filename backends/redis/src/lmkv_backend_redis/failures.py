@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from redis import exceptions
+from redis.sentinel import MasterNotFoundError
 
 from lmkv.errors import BackendError
 
@@ -42,13 +43,15 @@ class Failures:
         """The error to raise; its `kind` is one of `DEFINITE` where waiting does not help."""
         text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         kind, meaning = _meaning(error, text)
+        if isinstance(error, MasterNotFoundError):
+            text = text.partition(" : ")[0]  # what follows are redis-py's clients with all that they consist of
         for secret in self._secrets:
             text = text.replace(secret, MASK)
         message = f"{self._where}: {operation}: {f'{meaning} ({text})' if meaning else text}"
         return BackendError(message, kind=kind, retryable=kind not in DEFINITE)
 
 
-def _meaning(error: BaseException, text: str) -> tuple[str, str]:  # noqa: PLR0911  a table
+def _meaning(error: BaseException, text: str) -> tuple[str, str]:  # noqa: C901, PLR0911  a table
     """Kind, and what to do."""
     code = text.split(" ", 1)[0]
     if isinstance(error, exceptions.NoPermissionError) or code == "NOPERM":
@@ -65,6 +68,8 @@ def _meaning(error: BaseException, text: str) -> tuple[str, str]:  # noqa: PLR09
         return "tls", "the server speaks no TLS there"
     if "refused" in text.lower() and isinstance(error, ERRORS):
         return "connection", "nobody listens there: is the server running?"
+    if isinstance(error, MasterNotFoundError):
+        return "connection", "no sentinel that answers knows the service: are they running, is service right?"
     if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
         return "deadline", "no answer in time"
     if isinstance(error, (exceptions.ConnectionError, OSError)):

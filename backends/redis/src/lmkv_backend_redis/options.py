@@ -166,7 +166,7 @@ class RedisOptions(BaseModel):
     @classmethod
     def _socket(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith("/"):
-            raise ValueError(f"{value!r} is relative")
+            raise ValueError("is relative, or a URL: write /run/redis.sock, or give it as url")
         if value is not None and len(value.encode()) > SOCKET_PATH_MAX:
             raise ValueError(f"{len(value.encode())} bytes are too long for a unix socket's path")
         return value

@@ -38,6 +38,8 @@ def mask_url(text: str) -> str:
 
 def parse_address(text: str, default_port: int) -> tuple[str, int]:
     """Host and port of ``host``, ``host:port``, ``[2001:db8::1]:port``. Raises ValueError."""
+    if "@" in text or "://" in text:  # not repeated: there may be a password in it
+        raise ValueError("is no address but a URL: write host or host:port, or give it as url")
     host, rest = text, ""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
