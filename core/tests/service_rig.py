@@ -73,6 +73,7 @@ class FakeStorage:
         self.config = SimpleNamespace(chunk_tokens=4, tail="pages", leases=SimpleNamespace(seconds=60.0))
         self.pool = Pool.create(1 << 16, hugepages="off", prefault=False)
         self.tiers = ("ram", "disk")
+        self.asks = False
         self.sessions: list[FakeSession] = []
         self.who: list[Who] = []
         self.closed = False

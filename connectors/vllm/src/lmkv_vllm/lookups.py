@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 INLINE_TOKENS: Final = 16_384
 """Prompts above this are hashed in a thread; below, the change of threads would cost more than the hashing."""
 NOTHING: Final = Hit()
+PATIENCE: Final = 0.05
+"""Seconds that a look-up may take when nobody but the node is asked."""
+PATIENCE_SHARE: Final = 0.25
+"""Part of the time that computing a prompt takes which its look-up may take when other stores are asked."""
+PATIENCE_MAX: Final = 1.0
+
+
+def patience(tokens: int, rate: float, *, asks: bool) -> float:
+    """Seconds that it pays to wait for a look-up.
+
+    Args:
+        tokens: of the prompt.
+        rate: tokens that the engine computes in a second; 0: not known yet.
+        asks: stores outside of the node are asked.
+    """
+    if not asks:
+        return PATIENCE
+    return min(PATIENCE_MAX, max(PATIENCE, PATIENCE_SHARE * tokens / rate)) if rate else PATIENCE_MAX
 
 
 def tokens_from(request: Any, first: int) -> list[int]:

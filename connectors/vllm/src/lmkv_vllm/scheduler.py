@@ -20,7 +20,7 @@ from lmkv_vllm.epochs import Epochs
 from lmkv_vllm.geometry import same_pages
 from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.identity import RequestExtras, cacheable
-from lmkv_vllm.lookups import NOTHING, Asking, Hasher, Question, tokens_from
+from lmkv_vllm.lookups import NOTHING, Asking, Hasher, Question, patience, tokens_from
 from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.rate import PrefillRate
 from lmkv_vllm.requests import Tracked, hits_of, load_items
@@ -157,14 +157,21 @@ class SchedulerSide:
             question = self._begin(engine, tracked)
         first = not question.deadline
         if first:
-            question.deadline = now + self._settings.lookup_deadline
+            question.deadline = now + self._patience(engine, tracked)
         hit = question.answer(FIRST_WAIT if first else 0.0)
         if hit is not None or now < question.deadline:
             return hit
-        INCIDENTS.note("look-up", f"no answer within {self._settings.lookup_deadline * 1000:g} ms: counted as a miss")
+        waited = (now - question.begun) * 1000
+        INCIDENTS.note("look-up", f"no answer within {waited:.0f} ms: counted as a miss")
         question.cancel()
         self._held -= 1
         return NOTHING
+
+    def _patience(self, engine: CacheEngine, tracked: Tracked) -> float:
+        given = self._settings.lookup_deadline
+        if given is not None:
+            return given
+        return patience(tracked.request.num_tokens, self._rate.tokens_per_second, asks=engine.client.welcome.asks)
 
     def _let_go(self, tracked: Tracked) -> None:
         """Give back what the look-up holds, now or when it answers. Idempotent."""

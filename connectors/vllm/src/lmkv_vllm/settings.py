@@ -33,8 +33,8 @@ class Settings:
     """Socket of a service that somebody else runs; None: the connector starts one of its own."""
     save_decode: bool = True
     """Store what the model generated too, not only prompts."""
-    lookup_deadline: float = 0.05
-    """Seconds that a request waits for the answer of its look-up at most; then it is a miss."""
+    lookup_deadline: float | None = None
+    """Seconds that a request waits for the answer of its look-up at most; then it is a miss. None: see `patience`."""
     load_deadline: float = 10.0
     """Seconds after which a load that has not arrived counts as failed and is computed instead."""
     start_deadline: float = 60.0

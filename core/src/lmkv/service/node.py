@@ -24,6 +24,7 @@ class NodeStorage:
         config: what it was built from.
         manager: the storage itself.
         page: the Prometheus page, if the configuration wants one.
+        asks: a look-up may have to ask stores that others share.
     """
 
     def __init__(self, config: Config, manager: StorageManager, page: MetricsServer | None = None) -> None:
@@ -32,6 +33,7 @@ class NodeStorage:
         self.manager = manager
         self.pool = manager.pool
         self.tiers = manager.tiers
+        self.asks = any(tier.shared for tier in manager.stack.tiers)
         self.metrics = manager.metrics
         self._clients = Clients(manager.metrics)
 

@@ -68,6 +68,8 @@ class Welcome(Message, frozen=True):
     tiers: tuple[str, ...]
     lease_seconds: float = 60.0
     """A lease ends by itself when it has not been used for so long."""
+    asks: bool = False
+    """There are tiers that look-ups have to ask, which takes their round trip."""
 
 
 class Refused(Message, frozen=True):
@@ -295,7 +297,10 @@ class Recode(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Removes everything (of a namespace, of a tier). Held frames go when released. Answered by `Cleared`."""
+    """Removes everything (of a namespace, of a tier). Held frames go when released. Answered by `Cleared`.
+
+    Of a store that other nodes share only what this node holds in it goes, unless `tier` names it: then all goes.
+    """
 
     namespace: bytes | None = None
     tier: str | None = None
