@@ -36,12 +36,12 @@ class Asked:
 
 def test_a_hit_waits_in_the_queue_longer_than_its_lease(rig: Any) -> None:
     """It is looked up anew, loaded, and counted once."""
-    settings = Settings(lookup_deadline=10.0, load_deadline=0.5)
-    engine = rig.engine(rig.host(leases={"seconds": "1s"}), settings=settings)
+    settings = Settings(lookup_deadline=10.0, load_deadline=2.0)
+    engine = rig.engine(rig.host(leases={"seconds": "3s"}), settings=settings)
     engine.ask(tokens(21))
     before, computed = rig.counted(), engine.computed
     request = engine.add(Request("again", tokens(21), max_tokens=1))
-    time.sleep(2.2)
+    time.sleep(3.5)
     engine.run()
     engine.step()
     assert request.external == 20
@@ -54,11 +54,11 @@ def test_a_hit_waits_in_the_queue_longer_than_its_lease(rig: Any) -> None:
 
 
 def test_an_old_hit_of_nothing_is_asked_for_again_and_counted_once(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmkv_vllm.epochs.HELD_SECONDS", 0.05)
+    monkeypatch.setattr("lmkv_vllm.epochs.HELD_SECONDS", 1.0)
     engine = rig.engine()
     before, asked = rig.counted(), Asked(engine)
     engine.add(Request("new", tokens(21)))
-    time.sleep(0.2)
+    time.sleep(1.5)
     engine.run()
     engine.step()
     rig.nothing_held()
