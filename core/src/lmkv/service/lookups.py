@@ -82,7 +82,8 @@ class Lookups:
         finally:
             self._manager.end_lease(lease.number)
         for entry in discovered:
-            self._stack.settle(entry)  # what no lease has taken is forgotten: the store knows it
+            if not entry.holds:
+                self._stack.settle(entry)  # what no lease has taken is forgotten: the store knows it
         return found
 
     def _found(
@@ -180,7 +181,7 @@ class Lookups:
             lease.add_partial(partial[0])
         lease.patience = patience
         self._leases.add(lease.number)
-        self._stack.loads.bring(lease.entries, None, priority=QUEUED)
+        self._stack.loads.bring_soon(lease.entries)
         return lease.number
 
     def _partial(self, message: p.Lookup | p.Extend, namespace: NamespaceIndex) -> tuple[Entry, int] | None:

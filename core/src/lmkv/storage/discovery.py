@@ -45,49 +45,59 @@ async def discover(
 
     Returns the entries made or found, for the caller to settle once it has put what it wants under a lease.
     """
-    answers = await _ask(stack, namespace, digests, prefixes)
+    chunks, tails = _keys(namespace, digests), _keys(namespace, prefixes)
+    bits = await _ask(stack, chunks, tails)
+    shards, before = namespace.shards, parent
     found: list[Entry] = []
-    for i, digest in enumerate(digests):
-        before = digests[i - 1] if i else parent
-        entry = _enter(namespace, digest, before, namespace.chunk_pages, b"", answers)
+    for at, digest in zip(range(0, len(chunks), shards), digests, strict=True):
+        end = at + shards
+        entry = _enter(namespace, before, namespace.chunk_pages, b"", chunks[at:end], bits[at:end])
         if entry is None:
             return found
         found.append(entry)
-    before = digests[-1] if digests else parent
+        before = digest
     for pages in range(len(prefixes), 0, -1):
-        entry = _enter(namespace, prefixes[pages - 1], before, pages, b"".join(prefixes[: pages - 1]), answers)
+        at = (pages - 1) * shards
+        there = bits[len(chunks) + at : len(chunks) + at + shards]
+        entry = _enter(namespace, before, pages, b"".join(prefixes[: pages - 1]), tails[at : at + shards], there)
         if entry is not None:
             return [*found, entry]
     return found
 
 
-async def _ask(
-    stack: Stack, namespace: NamespaceIndex, digests: Sequence[bytes], prefixes: Sequence[bytes]
-) -> dict[ChunkKey, int]:
-    """Bits of the tiers that say that they have a frame."""
-    chunks = [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
-    tails = [ChunkKey(namespace.id, shard, digest) for digest in prefixes for shard in range(namespace.shards)]
+def _keys(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[ChunkKey]:
+    """Of all shards of these, one frame after the other."""
+    return [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
+
+
+async def _ask(stack: Stack, chunks: list[ChunkKey], tails: list[ChunkKey]) -> list[int]:
+    """For each of `chunks` and then of `tails`, bits of the tiers that say that they have it."""
     asked = [(tier, chunks + tails if tier.backend.capabilities.batched_contains else chunks) for tier in stores(stack)]
     asked = [(tier, keys) for tier, keys in asked if keys]
     answers = await asyncio.gather(*(tier.contains(keys, priority=QUEUED) for tier, keys in asked))
-    places: dict[ChunkKey, int] = {}
-    for (tier, keys), answer in zip(asked, answers, strict=True):
-        for key, there in zip(keys, answer, strict=True):
+    bits = [0] * (len(chunks) + len(tails))
+    for (tier, _), answer in zip(asked, answers, strict=True):
+        for i, there in enumerate(answer):
             if there:
-                places[key] = places.get(key, 0) | tier.bit
-    return places
+                bits[i] |= tier.bit
+    return bits
 
 
 def _enter(  # noqa: PLR0917  what an entry is made of
-    namespace: NamespaceIndex, digest: bytes, parent: bytes, pages: int, prefixes: bytes, places: dict[ChunkKey, int]
+    namespace: NamespaceIndex, parent: bytes, pages: int, prefixes: bytes, keys: list[ChunkKey], bits: list[int]
 ) -> Entry | None:
     """The entry of a frame that lies, with what is here already, somewhere in all its shards; None if it does not."""
-    bits = [places.get(ChunkKey(namespace.id, shard, digest), 0) for shard in range(namespace.shards)]
-    known = namespace.entries.get(digest)
-    here = set() if known is None else {shard for shard, part in known.shards.items() if part.present}
-    if not any(bits) or not all(there or shard in here for shard, there in enumerate(bits)):
-        return known if known is not None and known.ready else None
-    entry = known or namespace.add(digest, parent, pages, prefixes)
+    digest = keys[0].digest
+    entry = namespace.entries.get(digest)
+    if entry is not None:
+        here = {shard for shard, part in entry.shards.items() if part.present}
+        if not any(bits) or not all(there or shard in here for shard, there in enumerate(bits)):
+            return entry if entry.ready else None
+    elif not all(bits):
+        return None
+    else:
+        entry = namespace.add(digest, parent, pages, prefixes)
     for shard, there in enumerate(bits):
-        entry.part(shard, frame_bytes(pages * namespace.page_bytes[shard], pages - 1)).tiers |= there
+        nbytes = frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
+        entry.part(shard, nbytes, keys[shard]).tiers |= there
     return entry

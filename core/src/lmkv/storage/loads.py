@@ -41,6 +41,7 @@ class Loads:
         self._tasks: set[asyncio.Task[None]] = set()
         self._queues = {tier.number: LoadQueue(tier.settings.threads) for tier in stack.tiers if not tier.resident}
         self._batches: dict[Shard, Batch] = {}
+        self._due: list[list[Entry | None]] = []
 
     def start(self, wanted: Iterable[Wanted], *, priority: int, keep: bool = False, passing: bool = False) -> None:
         """Begin to load what is neither in the pool nor on its way; in the order given, in batches per tier.
@@ -87,6 +88,22 @@ class Loads:
         if wanted:
             self.start(wanted, priority=priority)
 
+    def bring_soon(self, entries: list[Entry | None]) -> None:
+        """As `bring` of all shards of those in the list, once the answer to their look-up has gone out.
+
+        What has left the list by then is not brought. Whoever asks for offers before finds the loads begun.
+        """
+        if not self._due:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self.bring_due)  # whoever awaits the look-up answers in between
+        self._due.append(entries)
+
+    def bring_due(self) -> None:
+        """Start what was to be started soon."""
+        due, self._due = self._due, []
+        for entries in due:
+            self.bring(entries, None, priority=QUEUED)
+
     async def load_one(self, entry: Entry, shard: int, *, priority: int, passing: bool = False) -> MissReason | None:
         """Have one frame in the pool; None when it is there, else why not. The caller holds the entry."""
         self.start([Wanted(entry, shard)], priority=priority, passing=passing)
@@ -114,11 +131,13 @@ class Loads:
 
     async def finished(self) -> None:
         """Wait until no load is under way (for tests and for close)."""
+        self.bring_due()
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def cancel(self) -> None:
         """Stop waiting for anything; used when the stack closes."""
+        self._due.clear()
         for queue in self._queues.values():
             for batch in queue.waiting():
                 queue.forget(batch)
@@ -130,8 +149,13 @@ class Loads:
     def source(self, part: Shard, tried: int = 0) -> Tier | None:
         """The fastest tier that has the frame and was not asked yet (bits of `tried`); one that is off comes last."""
         places = part.tiers & ~tried
-        there = [tier for tier in self._stack.tiers if places & tier.bit]
-        return next((tier for tier in there if tier.readable), there[0] if there else None)
+        first: Tier | None = None
+        for tier in self._stack.tiers:
+            if places & tier.bit:
+                if tier.readable:
+                    return tier
+                first = first or tier
+        return first
 
     @staticmethod
     def stored_bytes(tier: Tier, part: Shard) -> int:

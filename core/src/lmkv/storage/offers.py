@@ -120,6 +120,7 @@ class Offers:
             rules: what may be offered.
             held: what this request has been offered before, whose loads are on their way.
         """
+        self._stack.loads.bring_due()
         slow = [self._below(entry) for entry in entries]
         if not any(slow):
             return Offer(len(entries), {})
