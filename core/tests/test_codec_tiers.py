@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from lmkv.errors import WRONG_KEY, ConfigError, PluginError, UnreadableError
 from lmkv.frame import frame_bytes, parse_trailer, seal, verify
 from lmkv.plugins import PluginHost
 from lmkv.service import protocol as p
+from lmkv.specs import Payload
 from lmkv.storage.codecs import Codecs
 from lmkv.storage.keymark import MARK, leave_mark, look_at_frames
 from lmkv.types import FAILED, ChunkKey, HealthState, MissReason
@@ -156,8 +158,14 @@ def test_what_gets_no_smaller_is_stored_as_it_is() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("writer", ["identity", "zlib", "zstd+aes-gcm"])
-@pytest.mark.parametrize("reader", ["identity", "bf16-planes", "aes-gcm"])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        *itertools.product(["identity", "zlib", "zstd+aes-gcm"], ["identity", "bf16-planes"]),
+        ("zstd+aes-gcm", "aes-gcm"),
+        ("aes-gcm", "zstd+aes-gcm"),
+    ],
+)
 def test_a_shared_store_may_hold_frames_of_any_codec(writer: str, reader: str) -> None:
     """The second node writes with another codec than the first; what it loads goes on into a tier of its own."""
 
@@ -398,6 +406,33 @@ def test_what_somebody_without_the_key_has_changed_is_refused(change: str) -> No
             assert await loads(client, range(8)) == [True, False]
             assert manager.metrics.value("lmkv_corrupt_frames_total", tier="low") == 1
             assert second.aside == [key]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("codec", ["identity", "zlib"])
+def test_an_encrypting_tier_loads_nothing_that_is_in_the_clear(codec: str, shared: bool) -> None:
+    """Whoever can write to the store could put KV of their own choice there, with all checksums right."""
+
+    async def body() -> None:
+        first = Shelf(shared=shared)
+        async with below(first, "zstd+aes-gcm", keyed(k=ONE)) as manager:
+            await stored(manager, range(8))
+        second = keep(first)
+        key = next(k for k in second.frames if k.digest == chain(range(8)).digests[1])
+        forged = b"".join(
+            keyed()(codec).encode(memoryview(bytes(2 * PAGE_BYTES)), Payload(key=key, raw_bytes=2 * PAGE_BYTES))
+        )
+        second.frames[key] = resealed(first.frames[key], key, forged, codec=codec)
+        async with below(second, "zstd+aes-gcm", keyed(k=ONE)) as manager:
+            client = Client(manager, namespace())
+            assert await loads(client, range(8)) == [True, False]
+            assert unreadable(manager) == 1
+            assert not second.aside, "it may be of a node that does not encrypt"
+            client.store(client.frames(chain(range(8))))
+            await client.settled()
+            assert await loads(client, range(8)) == [True, True], "computed anew, and stored encrypted"
 
     asyncio.run(body())
 

@@ -70,7 +70,10 @@ WRONG_KEY: Final = "wrong-key"
 
 
 class UnreadableError(FrameError):
-    """Nothing is wrong with the stored bytes as far as can be told; the codec or the key to read them is not here."""
+    """Nothing is wrong with the stored bytes as far as can be told; the codec or the key to read them is not here.
+
+    Or they are not encrypted in a tier that encrypts, where anybody could have written them.
+    """
 
     default_kind = "unreadable"
 

@@ -72,6 +72,15 @@ class Coder:
             backend.set_aside([trailer.key])
             raise
 
+    def admit(self, trailer: Trailer) -> None:
+        """Whether a frame may be loaded from here.
+
+        Raises:
+            UnreadableError: it is in the clear where the tier encrypts: anybody who can write there can have made it.
+        """
+        if self._codecs(self.own).seals and not reader(self._codecs, trailer.codec).seals:
+            raise UnreadableError(f"frame of codec {trailer.codec}: not encrypted, in a tier that encrypts")
+
     def check(self, codec: str) -> None:
         """Whether frames may be stored here with that codec.
 

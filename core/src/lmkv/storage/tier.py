@@ -22,7 +22,7 @@ from lmkv.storage.cost import Cost
 from lmkv.storage.driver import STORE, Driver
 from lmkv.storage.inventory import Inventory
 from lmkv.storage.watch import Watch
-from lmkv.types import FAILED, OK, Health, HealthState, OutcomeKind
+from lmkv.types import FAILED, OK, Health, HealthState, MissReason, OutcomeKind
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lmkv.storage.calls import Finish
     from lmkv.storage.coding import PutItem
     from lmkv.storage.inventory import TierSettings
-    from lmkv.types import ChunkKey, MissReason, Outcome
+    from lmkv.types import ChunkKey, Outcome
 
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,7 @@ class Tier(Inventory):
                 if outcome.ok:
                     try:
                         trailers[i] = verify(objects[i].view[: outcome.nbytes], keys[i])
+                        self.coder.admit(trailers[i])
                     except FrameError as e:
                         outcomes[i] = FAILED(e)
             self._bury(keys, outcomes)
@@ -397,7 +398,9 @@ class Tier(Inventory):
 
         Nobody has put such a frame anew meanwhile: it is in the index until the outcomes are told.
         """
-        damaged = [key for key, outcome in zip(keys, outcomes, strict=True) if isinstance(outcome.error, FrameError)]
+        damaged = [
+            key for key, outcome in zip(keys, outcomes, strict=True) if miss_reason(outcome) is MissReason.CORRUPT
+        ]
         missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.kind is OutcomeKind.MISS]
         if damaged:
             self.backend.set_aside(damaged)
