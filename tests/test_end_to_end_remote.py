@@ -119,11 +119,3 @@ def test_disk_and_s3_through_restarts(place: Path, right: dict[str, list[int]]) 
             assert hits(health, "s3") >= CHUNKS, "the disk has never seen this document"
             assert sum(hits(health, tier) for tier in ("ram", "s3", "disk")) == sum(asked.cached.values())
         services_gone(place / "3")
-        server.kill()
-        with Vllm(place / "4", stack(disk, s3)) as engine:
-            asked = engine.ask(SOME)
-            assert asked.answers == part(right, SOME)
-            assert set(asked.cached.values()) == {WHOLE}, "S3 is down, the disk has it all"
-            health = engine.quiet()
-            assert hits(health, "disk") >= WHOLE * len(SOME) // 2
-            assert hits(health, "disk") + hits(health, "ram") == WHOLE * len(SOME)
