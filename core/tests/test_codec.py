@@ -7,12 +7,13 @@ import time
 import zlib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import codec_rig
 import numpy as np
 import pytest
 import zstandard
-from codec_rig import HOST, LOSSLESS, about, bfloats, codec, decode, encode, floats
+from codec_rig import HOST, KEY, LOSSLESS, about, bfloats, codec, decode, encode, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +119,25 @@ def test_another_length_is_refused(name: str, difference: int) -> None:
     encoded = encode(CODECS[name], bytes(5000))
     with pytest.raises(FrameError):
         decode(CODECS[name], encoded, 5000 + difference)
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name.endswith("aes-gcm")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"key": KEY._replace(namespace=bytes(16))},
+        {"key": KEY._replace(shard=2)},
+        {"key": KEY._replace(digest=bytes(32))},
+        {"context": b"another place"},
+    ],
+    ids=["namespace", "shard", "digest", "context"],
+)
+def test_what_is_encrypted_for_one_place_is_refused_in_another(name: str, other: dict[str, Any]) -> None:
+    raw = bfloats(floats())
+    encoded = encode(CODECS[name], raw)
+    assert decode(CODECS[name], encoded, len(raw)) == raw
+    with pytest.raises(FrameError, match="not authentic"):
+        decode(CODECS[name], encoded, len(raw), **other)
 
 
 BOMBS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lmkv.storage.cost import FAR, KEPT, LEAST, Cost
+from lmkv.storage.cost import FAR, KEPT, LEAST, Cost, Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,3 +143,9 @@ def test_no_series_breaks_it() -> None:
             assert found is None or 0 <= found < float("inf")
         assert 0 <= cost.bandwidth(4) < float("inf")
         assert 0 <= (cost.drain(9, 9 * MIB, 4) or 0) < float("inf")
+
+
+def test_what_a_call_did_in_the_window_before_is_not_counted_twice() -> None:
+    window = Window(floor=10.0)
+    window.add(MIB, 9.0, 11.0)
+    assert (window.begin, window.seconds, window.busy) == (10.0, 1.0, 1.0)

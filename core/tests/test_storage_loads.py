@@ -14,6 +14,8 @@ from lmkv.frame import Trailer, frame_bytes, seal
 from lmkv.service import protocol as p
 from lmkv.specs import Payload
 from lmkv.storage import loads
+from lmkv.storage.driver import QUEUED, RUNNING
+from lmkv.storage.load_queue import Batch, LoadQueue
 from lmkv.types import MISS, REJECTED, ChunkKey
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ def test_what_a_running_request_waits_for_goes_first() -> None:
             gate.open(4)
             assert await load == [True, True]
             asked = [digests[0] for digests in gate.asked]
-            assert max(asked.index(digest) for digest in running.digests) <= 3, "it waits for what had begun, no more"
+            assert max(asked.index(digest) for digest in running.digests) <= 2, "it waits for what had begun, no more"
             gate.open()
             assert await client.load(first, queued) == [True] * 10
             for found in (first, second):
@@ -372,5 +374,48 @@ def test_an_intact_frame_of_another_size_is_none(codec: str, pages: int, nbytes:
             await client.settled()
             assert shelf.aside == [key]
             assert not manager.pool.holders()
+
+    run(body())
+
+
+def test_memory_goes_to_what_comes_first() -> None:
+    tier: Any = None
+    queue = LoadQueue(threads=1)
+    one, two, urgent = Batch(tier, QUEUED), Batch(tier, QUEUED), Batch(tier, RUNNING)
+    queue.push(one)
+    queue.push(two)
+    assert [queue.next(), queue.next(), queue.next()] == [one, two, None]
+    queue.hungry |= {one, two}
+    assert queue.first(one)
+    assert not queue.first(two), "the one before it waits for memory"
+    queue.hungry.discard(one)
+    assert queue.first(two)
+    queue.push(urgent)
+    assert not queue.first(two), "something more urgent is about to begin"
+    queue.forget(urgent)
+    assert queue.first(two)
+
+
+def test_what_passes_on_to_another_tier_stays_for_a_request_that_joins_it() -> None:
+    async def body() -> None:
+        upper, lower = Shelf(), Shelf()
+        below = [(upper, settings()), (lower, settings(write="demote"))]
+        async with storage(ram=60 * FRAME, staging=8 * FRAME, below=below) as manager:
+            client = Client(manager, namespace())
+            alone, joined = chain(range(4)), chain(range(100, 104))
+            await stored(client, alone, joined)
+            gate = Gate(upper)
+            moving = [
+                asyncio.ensure_future(client.wait(p.Move(client.space.id, keys.digests[0], "shelf1", "shelf2", True)))
+                for keys in (alone, joined)
+            ]
+            await until(lambda: len(gate.asked) == 2)
+            found = await client.look_up(joined)
+            gate.open()
+            assert [(await each).count for each in moving] == [1, 1]
+            assert await client.load(found, joined) == [True]
+            client.ask(p.Release(found.lease))
+            await client.settled()
+            assert manager.tier("ram").used == FRAME, "the one that a request wanted"
 
     run(body())

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from storage_rig import CHUNK_TOKENS, FRAME, Client, Shelf, chain, namespace, storage
 
+from lmkv.errors import BackendError
 from lmkv.service import protocol as p
 from lmkv.storage import load_queue, loads, offers
 from lmkv.storage.cost import Cost
 from lmkv.storage.offers import Rules, Timetable
+from lmkv.types import FAILED
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -239,5 +241,40 @@ def test_the_timetable_of_threads_and_batches(monkeypatch: pytest.MonkeyPatch) -
             later = Timetable(tier, (2, 4 * FRAME))
             later.wait()
             assert later.end == pytest.approx(0.3, rel=0.1)
+
+    run(body())
+
+
+def test_what_comes_behind_loads_that_are_waited_for_anyway_costs_its_own_time_only() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=60 * FRAME, below=[(shelf, SETTINGS)]) as manager:
+            client = Client(manager, namespace())
+            await below_ram(client, 11)
+            teach(manager, 0.0, 0.05)
+            shelf.on_get = lambda _: time.sleep(0.05)
+            found = await client.look_up(chain([*range(10 * CHUNK_TOKENS + 2), 99, 98]), rate=8.0)
+            assert (found.chunks, found.pages, found.withheld) == (10, 1, 0), (
+                "a page of 0.25 s, 0.05 s after the others"
+            )
+            client.ask(p.Release(found.lease))
+            await client.settled()
+
+    run(body())
+
+
+def test_a_measurement_that_fails_is_not_repeated_at_once() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=60 * FRAME, below=[(shelf, SETTINGS)]) as manager:
+            client = Client(manager, namespace())
+            keys = await below_ram(client, 10)
+            teach(manager, 0.0, 0.5, ago=offers.EXPLORE_SECONDS + 1)
+            shelf.on_get = lambda asked: [FAILED(BackendError("no route"))] * len(asked)
+            shelf.calls.clear()
+            for _ in range(3):
+                assert (await client.look_up(keys, rate=1000.0)).chunks == 0
+                await client.settled()
+            assert [op for op, _ in shelf.calls] == ["get"]
 
     run(body())

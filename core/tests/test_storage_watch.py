@@ -283,3 +283,28 @@ def test_what_lies_in_another_tier_too_is_offered() -> None:
             assert manager.metrics.value("lmkv_misses_total", reason=MissReason.TIER_OPEN.value) == 0
 
     run(body())
+
+
+def test_a_good_answer_that_comes_too_late_is_none() -> None:
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(below=[(shelf, OWN)]) as manager:
+            client = Client(manager, namespace())
+            keys = await below_ram(client)
+            shelf.on_get = ill
+            for _ in range(2):
+                found = await client.look_up(keys)
+                await client.load(found, keys)
+                client.ask(p.Release(found.lease))
+            shelf.on_get = lambda _: None
+
+            def slow() -> Health:
+                time.sleep(2 * DEADLINE)
+                return Health(HealthState.OK)
+
+            shelf.on_health = slow
+            asked = shelf.asked
+            await until(lambda: shelf.asked >= asked + 3)
+            assert state(manager)[0] == "down"
+
+    run(body())
