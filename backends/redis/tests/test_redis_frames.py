@@ -236,17 +236,6 @@ def test_without_ttl_nothing_expires(server: RedisServer, client: redis.Redis, o
 # --- round trips -----------------------------------------------------------------------------------------------------
 
 
-def test_contains_takes_one_round_trip(server: RedisServer, open_redis: Open) -> None:
-    keys = [make_key(number) for number in range(512)]
-    with FaultProxy(server.port) as proxy:
-        backend = open_redis(url=f"redis://{proxy.address}")
-        backend.put(keys[:400], [make_memory(make_payload(1, 100))] * 400)
-        proxy.delay(0.5)
-        begin = time.monotonic()
-        assert list(backend.contains(keys)) == [True] * 400 + [False] * 112
-        assert 1.0 <= time.monotonic() - begin < 2.0, "one second is one round trip"
-
-
 def test_a_frame_takes_one_round_trip(server: RedisServer, open_redis: Open) -> None:
     with FaultProxy(server.port) as proxy:
         backend = open_redis(url=f"redis://{proxy.address}", ttl="1h", sliding=True)

@@ -70,6 +70,13 @@ def parse_head(data: object) -> Head | None:
     return None if sizes is None else Head(data[2 : _SIZES - 1], *sizes)
 
 
+@lru_cache(maxsize=64)
+def is_whole(sizes: bytes, fields: bytes) -> bool:
+    """Whether a frame has all its parts, by the sizes in its head and the number of its fields, both as digits."""
+    found = _sizes(sizes)
+    return found is not None and int(fields) == Head(b"", *found).parts + 1
+
+
 @lru_cache(maxsize=64)  # frames have few sizes
 def _sizes(data: bytes) -> tuple[int, int] | None:
     numbers = data.split(b" ")
@@ -77,6 +84,12 @@ def _sizes(data: bytes) -> tuple[int, int] | None:
         return None
     nbytes, step = map(int, numbers)
     return None if step < 1 or nbytes < 1 or -(-nbytes // step) > PARTS_MAX else (nbytes, step)
+
+
+@lru_cache(maxsize=256)  # a look-up asks for hundreds of one namespace
+def _stem(prefix: str, namespace: bytes, shard: int) -> bytes:
+    """What the names of all its frames begin with."""
+    return f"{prefix}:f:{{{namespace.hex()}/{shard:x}/".encode()
 
 
 class Names:
@@ -87,7 +100,8 @@ class Names:
 
     def frame(self, key: ChunkKey) -> bytes:
         """Of a frame."""
-        return f"{self._prefix}:f:{{{key}}}".encode()
+        namespace, shard, digest = key
+        return b"%b%b}" % (_stem(self._prefix, namespace, shard), digest.hex().encode())
 
     def trial(self) -> bytes:
         """Of a frame that nobody asks for, to try what the store lets us do."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import BackendError, FrameError
 from lmkv.types import FAILED, MISS, OK, Outcome
 from lmkv_backend_redis.channel import ReplyError
-from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, new_head, parse_head, stride, temporary
+from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, is_whole, new_head, parse_head, stride, temporary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +30,10 @@ ILL: Final = frozenset(
     {"NOAUTH", "WRONGPASS", "NOPERM", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "READONLY"}
 )
 """Refusals that say something about the store, not about one frame."""
+_HEAD_AND_FIELDS: Final = re.compile(
+    rb"\$(?P<length>\d{1,3})\r\n(?P<bulk>1 [0-9a-f]{16} (\d{1,16} \d{1,16}))\r\n:(\d{1,9})\r\n"
+)
+"""Answers about a frame that is there: its head, with the sizes in it, and the number of fields."""
 ELSEWHERE: Final = frozenset({"MOVED", "ASK"})
 """The key is on another node of the cluster."""
 
@@ -231,7 +236,10 @@ def ask_contains(channel: Channel, names: Sequence[bytes]) -> None:
 def answer_contains(channel: Channel, names: Sequence[bytes]) -> list[bool | ReplyError]:
     """Whether head and all parts are there; what is refused is told."""
     found: list[bool | ReplyError] = []
-    for _ in names:
+    while len(found) < len(names):
+        found += [is_whole(*groups) for groups in channel.replies_like(_HEAD_AND_FIELDS, 2, len(names) - len(found))]
+        if len(found) == len(names):
+            break
         head, fields = channel.reply(), channel.reply()
         parsed = parse_head(head)
         if isinstance(head, ReplyError):

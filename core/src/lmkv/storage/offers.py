@@ -69,7 +69,7 @@ class Timetable:
         self.end = 0.0
         """Seconds until all that was added is in the pool; 0 while the tier's cost is not known."""
         self._model = tier.cost("get").model
-        self._decodes = tier.cost("decode")
+        self._decode = tier.cost("decode").model
         self._ahead = tier.cost("get").drain(*backlog, threads) or 0.0
         self._free = [self._ahead] * threads
         self._link = self._ahead
@@ -83,13 +83,15 @@ class Timetable:
         """One more frame."""
         self._nbytes += nbytes
         self._frames += 1
-        if self._model is None:
+        model, decode, nbytes = self._model, self._decode, self._nbytes
+        if model is None:
             return
-        ready = self._free[0] + self._model.latency + self._nbytes * self._model.own
-        moved = max(ready, self._link) + self._nbytes * self._model.shared
-        end = moved + (self._decodes.seconds(self._nbytes) or 0.0)
+        ready = self._free[0] + model.latency + nbytes * model.own
+        end = moved = max(self._link, ready) + nbytes * model.shared
+        if decode is not None:
+            end += decode.latency + nbytes * (decode.own + decode.shared)
         self.end = max(self.end, end)
-        if full(self._nbytes, self._frames):
+        if full(nbytes, self._frames):
             heapq.heapreplace(self._free, end)
             self._link = moved
             self._nbytes = self._frames = 0
