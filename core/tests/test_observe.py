@@ -73,6 +73,7 @@ def test_clients_series_are_bounded_and_their_sums_stay() -> None:
     assert metrics.value("lmkv_lookups_total") == 300
     assert metrics.value("lmkv_lookups_total", instance="stays") == 100
     assert metrics.value("lmkv_lookups_total", instance="engine 99") == 2
+    assert metrics.value("lmkv_lookups_total", instance="engine 94") == 2, "those that left first are added up"
     assert metrics.value("lmkv_lookups_total", instance=OTHER, model=OTHER) == 2 * 93
     assert metrics.value("lmkv_misses_total", reason="evicted") == 200
     assert len(metrics.snapshot()) == 2 * 9 - 1

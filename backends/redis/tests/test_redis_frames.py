@@ -18,6 +18,7 @@ from lmkv.errors import BackendError, ConfigError, FrameError
 from lmkv.testing import make_key, make_memory, make_payload
 from lmkv.types import HealthState, OutcomeKind
 from lmkv_backend_redis import talks
+from lmkv_backend_redis.channel import RawChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -290,6 +291,29 @@ def test_full_store(tmp_path: Path, open_redis: Open) -> None:
         assert server.cli("KEYS", "*") == NAME
         assert get(backend, room=8 << 20).ok
         assert put(backend, 3, nbytes=1000).ok
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_evicted_while_it_is_written(
+    server: RedisServer, client: redis.Redis, open_redis: Open, monkeypatch: pytest.MonkeyPatch, old: bool
+) -> None:
+    """What was sent of it has gone, and the rest makes a hash without a head: never seen as a frame, and not left."""
+    backend = open_redis(url=server.url)
+    if old:
+        assert put(backend).ok
+    plain = RawChannel.send
+
+    def send(channel: RawChannel, *arguments: bytes) -> None:
+        evict = arguments[0] == b"PEXPIRE" and b":t:" in arguments[1]
+        plain(channel, *((b"UNLINK", arguments[1]) if evict else arguments))
+
+    monkeypatch.setattr(RawChannel, "send", send)
+    outcome = put(backend)
+    assert isinstance(outcome.error, BackendError)
+    assert outcome.error.kind == "no-space"
+    assert list(backend.contains([KEY])) == [False]
+    assert get(backend).kind is OutcomeKind.MISS
+    assert not client.keys("*")
 
 
 # --- sentinel, cluster -----------------------------------------------------------------------------------------------
