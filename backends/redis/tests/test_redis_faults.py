@@ -196,6 +196,26 @@ def test_goes_wrong_and_comes_back(proxy: FaultProxy, open_redis: Open, fault: s
     assert backend.health().state is HealthState.OK
 
 
+def test_a_failure_costs_one_deadline_not_one_for_each_idle_connection(proxy: FaultProxy, open_redis: Open) -> None:
+    """What is silent on one is silent on all of its age."""
+    backend = open_redis(url=f"redis://{proxy.address}", deadline=DEADLINE)
+    assert put(backend)
+    with contextlib.ExitStack() as calls_at_once:
+        for _ in range(4):
+            calls_at_once.enter_context(backend._store.exchange("test", [b"any"]))
+    before = proxy.live
+    assert before >= 4
+    proxy.silence()
+    with pytest.raises(BackendError):
+        get(backend)
+    end = time.monotonic() + 10.0
+    while proxy.live > before - 4:
+        assert time.monotonic() < end, "idle connections were kept"
+        time.sleep(0.01)
+    proxy.heal()
+    assert get(backend)
+
+
 @pytest.mark.parametrize("after", [1, 30, 1000, 20_000, 300_000])
 @pytest.mark.parametrize("work", [get, put])
 def test_cut_in_mid_sentence(
