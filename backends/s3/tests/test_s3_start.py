@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import select
 import socket
+import socketserver
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -267,6 +270,68 @@ def test_by_the_proxy_of_the_environment(fake: FakeS3, open_s3: Open, monkeypatc
     assert fake.seen[-1].target.startswith("http://store.invalid/kv-frames/frames/")
     word = base64.b64encode(b"user:pass@word").decode()
     assert fake.seen[-1].headers["proxy-authorization"] == f"Basic {word}"
+
+
+class _Proxy(socketserver.StreamRequestHandler):
+    """Opens tunnels, whatever they are asked to lead to."""
+
+    port = 0
+    asked: ClassVar[list[tuple[str, dict[str, str]]]] = []
+
+    def handle(self) -> None:
+        first = self.rfile.readline().decode()
+        headers = {}
+        while line := self.rfile.readline().decode().strip():
+            name, _, value = line.partition(": ")
+            headers[name.lower()] = value
+        self.asked.append((first, headers))
+        with socket.create_connection(("127.0.0.1", self.port)) as server:
+            self.connection.sendall(b"HTTP/1.1 200 as you like\r\n\r\n")
+            while ready := select.select([self.connection, server], [], [], 30.0)[0]:
+                for one in ready:
+                    data = one.recv(65536)
+                    if not data:
+                        return
+                    (server if one is self.connection else self.connection).sendall(data)
+
+
+def test_https_by_a_tunnel_through_the_proxy(
+    secure: FakeS3, open_s3: Open, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy sees where to, and its own password; TLS is with the store."""
+    monkeypatch.setattr(_Proxy, "port", secure.port)
+    monkeypatch.setattr(_Proxy, "asked", [])
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Proxy) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("https_proxy", f"http://user:word@127.0.0.1:{server.server_address[1]}")
+        s3 = open_s3(secure, endpoint="https://localhost:7", ca_bundle=str(certificates.ca), addressing="path")
+        round_trip(s3)
+        s3.close()
+        server.shutdown()
+    word = base64.b64encode(b"user:word").decode()
+    assert {first.split()[:2] == ["CONNECT", "localhost:7"] for first, _ in _Proxy.asked} == {True}
+    assert {headers["proxy-authorization"] for _, headers in _Proxy.asked} == {f"Basic {word}"}
+    assert not any("proxy-authorization" in seen.headers for seen in secure.seen)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variable", "port"),
+    [("https://s", "", 443), ("http://s", "", 80), ("https://s", "http://proxy", 80), ("http://s", "proxy", 80)],
+)
+def test_ports_that_nobody_names(monkeypatch: pytest.MonkeyPatch, endpoint: str, variable: str, port: int) -> None:
+    asked = []
+
+    def connect(address: tuple[str, int], *_: object) -> None:
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, variable)
+    with pytest.raises(ConnectionRefusedError):
+        Line(urlsplit(endpoint), ssl.create_default_context(), time.monotonic() + 5.0)
+    assert asked == [("proxy" if variable else "s", port)]
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

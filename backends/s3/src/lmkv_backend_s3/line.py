@@ -145,16 +145,17 @@ class Line:
         self.origin = origin(url)
         self._proxy = _proxy_of(url)
         via = self._proxy or url
+        port = via.port or {"http": http.client.HTTP_PORT}.get(via.scheme)  # a proxy's scheme may be another than ours
         limit = min(CONNECT_SECONDS, remaining(until))
         self._http: http.client.HTTPConnection
         if url.scheme == "https":
             self._http = http.client.HTTPSConnection(
-                via.hostname or "", via.port, timeout=limit, blocksize=_BLOCK, context=tls
+                via.hostname or "", port, timeout=limit, blocksize=_BLOCK, context=tls
             )
             if self._proxy is not None:
                 self._http.set_tunnel(url.hostname or "", url.port, _leave(self._proxy))
         else:
-            self._http = http.client.HTTPConnection(via.hostname or "", via.port, timeout=limit, blocksize=_BLOCK)
+            self._http = http.client.HTTPConnection(via.hostname or "", port, timeout=limit, blocksize=_BLOCK)
         self._http.connect()
         self._sock = self._http.sock
         self._reply: Reply | None = None
