@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+from tests.bench.frames import make_frames
 from tests.bench.harness import Row, against, interleaved, seconds
 
 from lmkv.codec.identity import IdentityCodec
-from lmkv.frame import Trailer, frame_bytes, seal
-from lmkv.memory import Pool
 from lmkv.observe.metrics import Metrics
 from lmkv.policy.lru import LRU
 from lmkv.specs import BackendContext
@@ -22,14 +20,12 @@ from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
-from lmkv.types import ChunkKey
 from lmkv_backend_disk.backend import create
 from lmkv_backend_disk.options import DiskOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from lmkv.memory import MemoryObject
 
 PAYLOAD = 32 << 20
 FRAMES = 8
@@ -48,31 +44,8 @@ class Disk:
         settings = TierSettings(name="disk", capacity=1 << 40, deadline=600.0, threads=THREADS, queue_bytes=1 << 40)
         self.tier = Tier(0, settings, backend, LRU(), lambda _: IdentityCodec(), Metrics())
         self.direct = backend.direct.on
-        nbytes = frame_bytes(PAYLOAD, PAGES - 1)
-        self.pool = Pool.create((FRAMES + 1) * nbytes, prefault=False)
-        self.trailers = [
-            Trailer(
-                ChunkKey(bytes(16), 0, bytes((i,)) * 32),
-                b"",
-                PAGES,
-                (bytes(32),) * (PAGES - 1),
-                "identity",
-                PAYLOAD,
-                PAYLOAD,
-            )
-            for i in range(FRAMES)
-        ]
-        self.objects = list(self._objects(nbytes))
+        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
         self.threads = ThreadPoolExecutor(THREADS)
-
-    def _objects(self, nbytes: int) -> Iterator[MemoryObject]:
-        dice = np.random.default_rng(0)
-        for trailer in self.trailers:
-            made = self.pool.allocate(nbytes, "bench")
-            assert made is not None
-            np.frombuffer(made.view, np.uint8)[:] = dice.integers(0, 256, nbytes, np.uint8)
-            seal(made.view, trailer)
-            yield made
 
     def close(self) -> None:
         """Of tier and pool."""

@@ -16,32 +16,28 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import redis as redis_py
 from proxy_rig import FaultProxy
 from redis_rig import HOST, RedisServer
+from tests.bench.frames import make_frames
 from tests.bench.harness import Row, absolute, against, seconds
 from tests.bench.stack import Pages, chain, client, store_items
 
 from lmkv.codec.identity import IdentityCodec
 from lmkv.engine import StoreResult
-from lmkv.frame import Trailer, frame_bytes, seal
-from lmkv.memory import Pool
 from lmkv.observe.metrics import Metrics
 from lmkv.specs import BackendContext
 from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
-from lmkv.types import ChunkKey
 from lmkv_backend_redis.backend import RedisBackend
 from lmkv_backend_redis.options import RedisOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from lmkv.engine.lookup import Hit
-    from lmkv.memory import MemoryObject
 
 PAYLOAD = 32 << 20
 FRAMES = 8
@@ -119,24 +115,8 @@ class Bench:
         self.tier = Tier(0, settings, backend, None, lambda _: IdentityCodec(), Metrics())
         self.bare = Bare(server.port)
         self.plain = redis_py.Redis(port=server.port)
-        nbytes = frame_bytes(PAYLOAD, PAGES - 1)
-        self.pool = Pool.create((FRAMES + 1) * nbytes, prefault=False)
-        prefixes = (bytes(32),) * (PAGES - 1)
-        self.trailers = [
-            Trailer(ChunkKey(bytes(16), 0, bytes((i,)) * 32), b"", PAGES, prefixes, "identity", PAYLOAD, PAYLOAD)
-            for i in range(FRAMES)
-        ]
-        self.objects = list(self._objects(nbytes))
+        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
         self.copies = [bytes(made.view) for made in self.objects]
-
-    def _objects(self, nbytes: int) -> Iterator[MemoryObject]:
-        dice = np.random.default_rng(0)
-        for trailer in self.trailers:
-            made = self.pool.allocate(nbytes, "bench")
-            assert made is not None
-            np.frombuffer(made.view, np.uint8)[:] = dice.integers(0, 256, nbytes, np.uint8)
-            seal(made.view, trailer)
-            yield made
 
     def close(self) -> None:
         """Of all clients."""

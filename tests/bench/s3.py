@@ -15,30 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
-import numpy as np
 from botocore.config import Config
 from s3_rig import REGION, JuiceGateway, Moto, make_bucket
+from tests.bench.frames import make_frames
 from tests.bench.harness import Row, against, interleaved, seconds
 
 from lmkv.codec.identity import IdentityCodec
-from lmkv.frame import Trailer, frame_bytes, seal
-from lmkv.memory import Pool
 from lmkv.observe.metrics import Metrics
 from lmkv.specs import BackendContext
 from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
-from lmkv.types import ChunkKey
 from lmkv_backend_s3.backend import S3Backend
 from lmkv_backend_s3.options import S3Options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from s3_rig import S3Server
 
-    from lmkv.memory import MemoryObject
 
 PAYLOAD = 32 << 20
 FRAMES = 8
@@ -75,24 +71,8 @@ class Store:
                 max_pool_connections=THREADS,
             ),
         )
-        nbytes = frame_bytes(PAYLOAD, PAGES - 1)
-        self.pool = Pool.create((FRAMES + 1) * nbytes, prefault=False)
-        prefixes = (bytes(32),) * (PAGES - 1)
-        self.trailers = [
-            Trailer(ChunkKey(bytes(16), 0, bytes((i,)) * 32), b"", PAGES, prefixes, "identity", PAYLOAD, PAYLOAD)
-            for i in range(FRAMES)
-        ]
-        self.objects = list(self._objects(nbytes))
+        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
         self.threads = ThreadPoolExecutor(THREADS)
-
-    def _objects(self, nbytes: int) -> Iterator[MemoryObject]:
-        dice = np.random.default_rng(0)
-        for trailer in self.trailers:
-            made = self.pool.allocate(nbytes, "bench")
-            assert made is not None
-            np.frombuffer(made.view, np.uint8)[:] = dice.integers(0, 256, nbytes, np.uint8)
-            seal(made.view, trailer)
-            yield made
 
     def close(self) -> None:
         """Of tier and client."""
