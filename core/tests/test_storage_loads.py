@@ -419,3 +419,13 @@ def test_what_passes_on_to_another_tier_stays_for_a_request_that_joins_it() -> N
             assert manager.tier("ram").used == FRAME, "the one that a request wanted"
 
     run(body())
+
+
+@pytest.mark.parametrize("tried", [0, 1])
+def test_what_waits_for_memory_in_the_second_tier_gets_no_second_deadline(tried: int) -> None:
+    tier: Any = None
+    batch = Batch(tier, QUEUED, tried=tried)
+    batch.begun = 5.0
+    rest = batch.rest([], 0)
+    assert rest.place == batch.place
+    assert rest.begun == (5.0 if tried else 0.0)

@@ -86,6 +86,8 @@ class Batch:
         """A batch of what could not be loaded with this one yet, in its place."""
         made = Batch(self.tier, self.priority, tried=self.tried, keep=self.keep, passing=self.passing)
         made.wants, made.nbytes, made.order, made.since = wants, nbytes, self.order, self.since
+        if self.tried:  # its time began with the tier that could not give it; else it begins when it is its turn
+            made.begun = self.begun
         return made
 
 
@@ -150,6 +152,8 @@ class LoadQueue:
     def ended(self, batch: Batch) -> None:
         """`batch` has left the tier."""
         self._running.discard(batch)
+        if not self:
+            batch.tier.cost("get").refit()  # now, and not in the next look-up
 
     def forget(self, batch: Batch) -> None:
         """`batch` need not be loaded."""
