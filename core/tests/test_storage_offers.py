@@ -278,3 +278,57 @@ def test_a_measurement_that_fails_is_not_repeated_at_once() -> None:
             assert [op for op, _ in shelf.calls] == ["get"]
 
     run(body())
+
+
+def test_an_answer_goes_out_before_its_loads_begin() -> None:
+    async def body() -> None:
+        shelf = Shelf(shared=True)
+        async with storage(ram=8 * FRAME, below=[(shelf, {})]) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(8))
+            client.store(client.frames(keys))
+            await client.settled()
+            client.ask(p.Clear(None, "ram"))
+            begun: list[bool] = []
+
+            def answered(_: object) -> None:
+                entries = manager.index.namespace(client.space.id).entries.values()
+                begun.append(any(part.loading is not None for entry in entries for part in entry.shards.values()))
+
+            asked = asyncio.ensure_future(client.look_up(keys))
+            asked.add_done_callback(answered)
+            lease = (await asked).lease
+            await client.settled()
+            assert begun == [False]
+            assert manager.tier("ram").index, "nobody has asked for the frames, and yet they are here"
+            client.ask(p.Release(lease))
+            client.ask(p.Clear(None, "ram"))
+            shelf.calls.clear()
+            client.ask(p.Release((await client.look_up(keys)).lease))
+            await client.settled()
+            assert not [op for op, _ in shelf.calls if op == "get"], "released before its loads had begun"
+            assert manager.holds()["entries"] == 0
+
+    run(body())
+
+
+def test_a_look_up_reckons_with_the_loads_of_one_just_answered() -> None:
+    async def body() -> None:
+        async with storage(ram=8 * FRAME, below=[(Shelf(), {})]) as manager:
+            client = Client(manager, namespace())
+            first, second = chain(range(8)), chain(range(50, 58))
+            client.store(client.frames(first))
+            client.store(client.frames(second))
+            await client.settled()
+            client.ask(p.Clear(None, "ram"))
+            found = client.ask(p.Lookup(client.space.id, b"".join(first.digests)))
+            shelf = manager.stack.tiers[1]
+            assert manager.stack.loads.backlog(shelf) == (0, 0)
+            other = client.ask(p.Lookup(client.space.id, b"".join(second.digests), hold=False))
+            assert manager.stack.loads.backlog(shelf)[0] == 2
+            assert (found.chunks, other.chunks) == (2, 2)
+            client.ask(p.Release(found.lease))
+            await client.settled()
+            assert manager.holds()["entries"] == 0
+
+    run(body())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import TYPE_CHECKING
 
@@ -234,9 +235,11 @@ def note_use(stack: Stack, entries: Sequence[Entry]) -> tuple[int, ...]:
                 bits >>= 1
                 number += 1
         places.append(slowest)
+    loop = asyncio.get_running_loop()
     for tier, keys in zip(tiers, used, strict=True):
         if keys:
             tier.touch(keys)
-            tier.remember_use(keys)
+            if not tier.resident:
+                loop.call_soon(loop.call_soon, tier.remember_use, keys)  # once the answer has gone out
     places.reverse()
     return tuple(places)

@@ -129,6 +129,10 @@ class Cost:
             self._model = fit(list(self._windows))
         return self._model
 
+    def refit(self) -> None:
+        """Find the model now, so that whoever asks for it next has it at once."""
+        _ = self.model
+
     def seconds(self, nbytes: float) -> float | None:
         """What a call of so many bytes takes alone; None while it is not known."""
         model = self.model

@@ -152,6 +152,8 @@ class LoadQueue:
     def ended(self, batch: Batch) -> None:
         """`batch` has left the tier."""
         self._running.discard(batch)
+        if not self:
+            batch.tier.cost("get").refit()  # now, and not in the next look-up
 
     def forget(self, batch: Batch) -> None:
         """`batch` need not be loaded."""

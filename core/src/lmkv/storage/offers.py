@@ -160,13 +160,12 @@ class Offers:
         """What of an entry has to be loaded: its parts, where each would come from, their numbers."""
         ram = self._stack.ram
         bit = 0 if ram is None else ram.bit
-        found: list[tuple[Tier, Shard, int]] = []
-        for number, part in entry.shards.items():
-            if not part.tiers & bit and part.staged is None:
-                tier = self._stack.loads.source(part)
-                if tier is not None:
-                    found.append((tier, part, number))
-        return found
+        source = self._stack.loads.source
+        return [
+            (tier, part, number)
+            for number, part in entry.shards.items()
+            if not part.tiers & bit and part.staged is None and (tier := source(part)) is not None
+        ]
 
     def _ends(self, slow: Sequence[list[tuple[Tier, Shard, int]]], held: Sequence[Entry | None]) -> list[float]:
         """Seconds until what is held is there, then with one entry more, and so on."""
@@ -184,11 +183,12 @@ class Offers:
                     table(tier).wait()
         end = max((made.end for made in tables.values()), default=0.0)
         ends = [end]
+        stored_bytes = self._stack.loads.stored_bytes
         for parts in slow:
             for tier, part, _ in parts:
                 made = table(tier)
                 if part.loading is None:
-                    made.add(self._stack.loads.stored_bytes(tier, part))
+                    made.add(stored_bytes(tier, part))
                 else:
                     made.wait()
                 end = max(end, made.end)
