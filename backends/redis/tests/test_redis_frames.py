@@ -19,6 +19,7 @@ from lmkv.testing import make_key, make_memory, make_payload
 from lmkv.types import HealthState, OutcomeKind
 from lmkv_backend_redis import talks
 from lmkv_backend_redis.channel import RawChannel
+from lmkv_backend_redis.layout import parse_head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +117,7 @@ HEADS = [
 
 @pytest.mark.parametrize("head", HEADS)
 def test_hostile_head(server: RedisServer, client: redis.Redis, open_redis: Open, head: bytes) -> None:
+    assert parse_head(head) is None, "nothing is asked for by it"
     backend = open_redis(url=server.url)
     put(backend)
     client.hset(NAME, "h", head)
