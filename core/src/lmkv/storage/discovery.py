@@ -97,7 +97,6 @@ def _enter(  # noqa: PLR0917  what an entry is made of
         return None
     else:
         entry = namespace.add(digest, parent, pages, prefixes)
-    for shard, there in enumerate(bits):
-        nbytes = frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
-        entry.part(shard, nbytes, keys[shard]).tiers |= there
+    for key, there, page_bytes in zip(keys, bits, namespace.page_bytes, strict=True):
+        entry.part(key.shard, frame_bytes(pages * page_bytes, pages - 1), key).tiers |= there
     return entry

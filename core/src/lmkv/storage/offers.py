@@ -123,7 +123,8 @@ class Offers:
             held: what this request has been offered before, whose loads are on their way.
         """
         self._stack.loads.bring_due()
-        slow = [self._below(entry) for entry in entries]
+        sources: dict[int, Tier | None] = {}
+        slow = [self._below(entry, sources) for entry in entries]
         if not any(slow):
             return Offer(len(entries), {})
         ends = self._ends(slow, held)
@@ -156,16 +157,23 @@ class Offers:
             return float("inf")
         return 2 * planned + max((tier.settings.deadline for tier in tiers), default=0.0)
 
-    def _below(self, entry: Entry) -> list[tuple[Tier, Shard, int]]:
-        """What of an entry has to be loaded: its parts, where each would come from, their numbers."""
+    def _below(self, entry: Entry, sources: dict[int, Tier | None]) -> list[tuple[Tier, Shard, int]]:
+        """What of an entry has to be loaded: its parts, where each would come from, their numbers.
+
+        `sources` keeps where frames come from that lie in the same tiers, for one look-up.
+        """
         ram = self._stack.ram
         bit = 0 if ram is None else ram.bit
-        source = self._stack.loads.source
-        return [
-            (tier, part, number)
-            for number, part in entry.shards.items()
-            if not part.tiers & bit and part.staged is None and (tier := source(part)) is not None
-        ]
+        found: list[tuple[Tier, Shard, int]] = []
+        for number, part in entry.shards.items():
+            places = part.tiers
+            if not places & bit and part.staged is None:
+                if places not in sources:
+                    sources[places] = self._stack.loads.source(part)
+                tier = sources[places]
+                if tier is not None:
+                    found.append((tier, part, number))
+        return found
 
     def _ends(self, slow: Sequence[list[tuple[Tier, Shard, int]]], held: Sequence[Entry | None]) -> list[float]:
         """Seconds until what is held is there, then with one entry more, and so on."""
@@ -178,7 +186,7 @@ class Offers:
             return made
 
         for entry in held:
-            for tier, part, _ in () if entry is None else self._below(entry):
+            for tier, part, _ in () if entry is None else self._below(entry, {}):
                 if part.loading is not None:
                     table(tier).wait()
         end = max((made.end for made in tables.values()), default=0.0)
