@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import pytest
 from lmkv.frame import Trailer, frame_bytes, parse_trailer, seal
 from lmkv.specs import BackendContext
 from lmkv.testing import make_key, make_memory, make_payload
+from lmkv_backend_disk import listing
 from lmkv_backend_disk.backend import create
 from lmkv_backend_disk.names import frame_path
 from lmkv_backend_disk.options import DiskOptions
@@ -270,3 +272,25 @@ def test_a_scan_gives_the_whole_trailer_and_nothing_more(
         (tmp_path / "store" / "trailers").unlink()
         backend.close()
         backend = open_disk()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_scan_uses_threads_only_where_it_waits(open_disk: Open, monkeypatch: pytest.MonkeyPatch, cold: bool) -> None:
+    """On warm folders threads wait for each other and nothing else."""
+    backend = open_disk()
+    keys = [make_key(number) for number in range(60)]
+    assert all(outcome.ok for outcome in backend.put(keys, [make_memory(make_payload(1, 4096))] * len(keys)))
+    seen: list[int] = []
+    work = listing._list
+
+    def watched(place: tuple[bytes, str]) -> object:
+        seen.append(threading.get_ident())
+        if cold:
+            time.sleep(0.02)
+        return work(place)
+
+    monkeypatch.setattr(listing, "_list", watched)
+    monkeypatch.setattr(listing, "PATIENCE", 0.1 if cold else 60.0)  # a machine may be too busy to list anything
+    assert {frame.key for frame in backend.scan()} == set(keys)
+    assert seen[0] == threading.get_ident()
+    assert (len(set(seen)) > 2) == cold

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from lmkv.backend import trailer_bytes
 from lmkv.types import ChunkKey, StoredFrame
@@ -14,10 +15,17 @@ from lmkv_backend_disk.names import FRAMES, LEAF, NAMESPACE, frame_path, parse
 from lmkv_backend_disk.trailers import TAIL, Tail, TrailerLog, pack_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Executor
 
 THREADS: Final = 8
-"""The system calls of a scan of cold folders overlap; of warm ones Python is the limit."""
+"""The system calls of a scan of cold folders overlap; of warm ones Python is the limit, and threads only hinder."""
+PATIENCE: Final = 0.05
+"""Seconds that a scan may wait before it uses the threads,"""
+WAITING: Final = 4.0
+"""and so many seconds for each of work."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _Found = tuple[int, ChunkKey, int, bytes]
 """Last use (ns since the epoch), key, length of the file in bytes, packed identity."""
@@ -41,10 +49,10 @@ def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
     """Every frame, least recently used first. What is no frame of ours is left alone and not listed."""
     known, records = trailers.read()
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(itertools.chain.from_iterable(pool.map(_list, leaves(root))))
+        found = list(itertools.chain.from_iterable(_spread(pool, _list, leaves(root))))
         found.sort(key=operator.itemgetter(0))
         unknown = [each for each in found if each[3] not in known]
-        read = pool.map(lambda each: _tail(root, each[1], each[2]), unknown)
+        read = _spread(pool, lambda each: _tail(root, each[1], each[2]), unknown)
         fresh = {each[3]: data for each, data in zip(unknown, read, strict=True) if data is not None}
     known.update(fresh)
     if records > 2 * len(found) + 64:
@@ -55,6 +63,17 @@ def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
         data = known.get(identity)
         if data is not None:  # else it has gone meanwhile
             yield StoredFrame(key, nbytes, data, used / 1e9)
+
+
+def _spread(pool: Executor, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """The work of each item, in order: by this thread until it has mostly waited, by those of the pool from then on."""
+    rest = iter(items)
+    began, busy = time.perf_counter(), time.thread_time()
+    for item in rest:
+        yield work(item)
+        if time.perf_counter() - began > PATIENCE + WAITING * (time.thread_time() - busy):
+            break
+    yield from pool.map(work, rest)
 
 
 def _list(place: tuple[bytes, str]) -> list[_Found]:
