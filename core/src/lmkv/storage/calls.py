@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 from lmkv.errors import BackendError, FrameError, UnreadableError
 from lmkv.storage.cost import Cost
 from lmkv.storage.driver import STORE, Call, Driver
+from lmkv.storage.watch import Watch
 from lmkv.types import FAILED, REJECTED, MissReason, Outcome, OutcomeKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from lmkv.backend import StorageBackendInterface
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.storage.breaker import Breaker
-    from lmkv.storage.watch import Watch
+    from lmkv.storage.inventory import TierSettings
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +67,6 @@ class Request(NamedTuple):
         return self.op == "put"
 
 
-class Limits(NamedTuple):
-    """Times of a tier's calls, in seconds."""
-
-    deadline: float
-    """Of a call. That of a load includes its time in the queue."""
-    queue: float
-    """Of work that may wait to be stored."""
-
-
 class Calls:
     """Runs requests of one tier. `on_room` is called when a late call has given back the memory that it was lent.
 
@@ -83,15 +76,25 @@ class Calls:
         last_error: what went wrong last, for people.
     """
 
-    def __init__(  # noqa: PLR0917  every part is given
-        self, tier: str, driver: Driver, watch: Watch, limits: Limits, metrics: Metrics, on_room: Callable[[], None]
+    def __init__(
+        self, settings: TierSettings, backend: StorageBackendInterface, metrics: Metrics, on_room: Callable[[], None]
     ) -> None:
-        self.driver = driver
-        self.watch = watch
+        self.driver = Driver(
+            settings.name, threads=settings.threads, max_calls=settings.queue_calls, max_bytes=settings.queue_bytes
+        )
+        self.watch = Watch(
+            settings.name,
+            self.driver,
+            backend,
+            failures=settings.failures,
+            interval=settings.probe,
+            deadline=settings.deadline,
+        )
         self.costs = {"get": Cost(), "put": Cost(least=1), "decode": Cost(least=1)}
         self.last_error = ""
-        self._tier = tier
-        self._limits = limits
+        self._tier = settings.name
+        self._deadline = settings.deadline
+        self._queue_seconds = settings.queue_seconds
         self._metrics = metrics
         self._on_room = on_room
         self._overdue: set[Call] = set()
@@ -140,7 +143,7 @@ class Calls:
             return waiting
         call = found
         self._pending[call] = (request, waiting)
-        first = min(self._limits) if request.store else min(self._limits.deadline, request.until - loop.time())
+        first = min(self._deadline, self._queue_seconds) if request.store else min(self._deadline, request.until - loop.time())
         self._arm(request, call, waiting, loop.time(), max(0.0, first))
         return waiting
 
@@ -150,7 +153,7 @@ class Calls:
         full = self.driver.full(lane, nbytes)
         if full or not lane.calls + lane.running:
             return full
-        return "seconds" if self._store_seconds(1, nbytes) > self._limits.queue else ""
+        return "seconds" if self._store_seconds(1, nbytes) > self._queue_seconds else ""
 
     def _store_seconds(self, calls: int = 0, nbytes: int = 0) -> float:
         """How long the stores that wait and run will take, as far as that is known, with so many more."""
@@ -160,7 +163,7 @@ class Calls:
 
     def _trim(self) -> None:
         """A store has been measured: drop the newest of those that wait, as long as they are too much work."""
-        while self.driver.stores.calls and self._store_seconds() > self._limits.queue:
+        while self.driver.stores.calls and self._store_seconds() > self._queue_seconds:
             call = self.driver.newest(self.driver.stores)
             if call is None or not self._drop(call):
                 return
@@ -201,7 +204,7 @@ class Calls:
         call.timer = loop.call_later(seconds, self._expire, request, call, waiting, begin)
 
     def _expire(self, request: Request, call: Call, waiting: asyncio.Future[list[Outcome]], begin: float) -> None:
-        deadline = self._limits.deadline
+        deadline = self._deadline
         if request.store:
             left = self._time_left(call, begin)
             if left > 0:
@@ -249,8 +252,8 @@ class Calls:
     def _time_left(self, call: Call, begin: float) -> float:
         """Of a store: while it waits, until it has been in the queue for too long; then, until its deadline."""
         if not call.started:
-            return min(self._limits.deadline, begin + self._limits.queue - asyncio.get_running_loop().time())
-        return call.began + self._limits.deadline - time.monotonic()
+            return min(self._deadline, begin + self._queue_seconds - asyncio.get_running_loop().time())
+        return call.began + self._deadline - time.monotonic()
 
     def _refuse(
         self, request: Request, waiting: asyncio.Future[list[Outcome]], reason: MissReason, text: str, outcome: str

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from lmkv.backend import ResidentBackend
 from lmkv.errors import FrameError
 from lmkv.frame import Trailer, verify
-from lmkv.storage.calls import Calls, Limits, Request, miss_reason
+from lmkv.storage.calls import Calls, Request, miss_reason
 from lmkv.storage.coder import Coder
 from lmkv.storage.cost import Cost
-from lmkv.storage.driver import STORE, Driver
+from lmkv.storage.driver import STORE
 from lmkv.storage.inventory import Inventory
-from lmkv.storage.watch import Watch
 from lmkv.types import FAILED, OK, Health, HealthState, MissReason, OutcomeKind
 
 if TYPE_CHECKING:
@@ -82,22 +81,7 @@ class Tier(Inventory):
         self._undescribed: dict[bytes, str] = {}
         self._calls: Calls | None = None
         if not self.resident:
-            driver = Driver(
-                settings.name,
-                threads=settings.threads,
-                max_calls=settings.queue_calls,
-                max_bytes=settings.queue_bytes,
-            )
-            watch = Watch(
-                settings.name,
-                driver,
-                backend,
-                failures=settings.failures,
-                interval=settings.probe,
-                deadline=settings.deadline,
-            )
-            limits = Limits(settings.deadline, settings.queue_seconds)
-            self._calls = Calls(settings.name, driver, watch, limits, metrics, lambda: self.on_room())  # noqa: PLW0108  set later
+            self._calls = Calls(settings, backend, metrics, lambda: self.on_room())  # noqa: PLW0108  set later
 
     @property
     def readable(self) -> bool:
