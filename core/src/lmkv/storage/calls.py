@@ -143,7 +143,8 @@ class Calls:
             return waiting
         call = found
         self._pending[call] = (request, waiting)
-        first = min(self._deadline, self._queue_seconds) if request.store else min(self._deadline, request.until - loop.time())
+        least = self._queue_seconds if request.store else request.until - loop.time()
+        first = min(self._deadline, least)
         self._arm(request, call, waiting, loop.time(), max(0.0, first))
         return waiting
 
