@@ -68,10 +68,13 @@ class FolderBackend(StorageBackendInterface):
         return listing.scan(self.folder.root, self.folder.trailers)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Set the files' times; costs no write of their data."""
+        """Set the files' times, which count where the log is lost, and log the use; costs no write of their data."""
+        used: list[ChunkKey] = []
         for key in keys:
             with contextlib.suppress(OSError):  # a hint
                 os.utime(frame_path(self.folder.root, key))
+                used.append(key)
+        self.folder.trailers.use(used)
 
     def describe(self, namespace: bytes, text: str) -> None:
         """Keep `text` as `frames/<namespace>/namespace.json`."""

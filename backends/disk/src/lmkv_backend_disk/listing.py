@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import time
@@ -10,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from lmkv.backend import trailer_bytes
-from lmkv.types import ChunkKey, StoredFrame
+from lmkv.types import StoredFrame
 from lmkv_backend_disk.names import FRAMES, LEAF, NAMESPACE, frame_path, parse
-from lmkv_backend_disk.trailers import TAIL, Tail, TrailerLog, pack_identity
+from lmkv_backend_disk.trailers import TAIL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Executor
+
+    from lmkv.types import ChunkKey
+    from lmkv_backend_disk.trailers import Tail, TrailerLog
 
 THREADS: Final = 8
 """The system calls of a scan of cold folders overlap; of warm ones Python is the limit, and threads only hinder."""
@@ -27,8 +29,8 @@ WAITING: Final = 4.0
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-_Found = tuple[int, ChunkKey, int, bytes]
-"""Last use (ns since the epoch), key, length of the file in bytes, packed identity."""
+_Stray = tuple["ChunkKey", int, int, float]
+"""A frame that is not in the log: key, inode and length of its file, last use."""
 
 
 def leaves(root: str, namespace: bytes | None = None) -> Iterator[tuple[bytes, str]]:
@@ -47,22 +49,27 @@ def leaves(root: str, namespace: bytes | None = None) -> Iterator[tuple[bytes, s
 
 def scan(root: str, trailers: TrailerLog) -> Iterator[StoredFrame]:
     """Every frame, least recently used first. What is no frame of ours is left alone and not listed."""
-    known, records = trailers.read()
+    known, records, uses = trailers.read()
+    found: list[Tail] = []
+    strays: list[_Stray] = []
+    places = ((namespace, leaf, known.get(namespace, {})) for namespace, leaf in leaves(root))
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(itertools.chain.from_iterable(_spread(pool, _list, leaves(root))))
-        found.sort(key=operator.itemgetter(0))
-        unknown = [each for each in found if each[3] not in known]
-        read = _spread(pool, lambda each: _tail(root, each[1], each[2]), unknown)
-        fresh = {each[3]: data for each, data in zip(unknown, read, strict=True) if data is not None}
-    known.update(fresh)
-    if records > 2 * len(found) + 64:
-        trailers.rewrite(Tail(identity, known[identity]) for *_, identity in found if known.get(identity))
+        for listed, others in _spread(pool, _list, places):
+            found += listed
+            strays += others
+        read = _spread(pool, lambda stray: _tail(root, stray[0], stray[2]), strays)
+        fresh = [
+            (inode, StoredFrame(key, nbytes, data, used))
+            for (key, inode, nbytes, used), data in zip(strays, read, strict=True)
+            if data is not None  # else it has gone meanwhile
+        ]
+    found += fresh
+    found.sort(key=lambda tail: tail[1][3])
+    if max(records, uses) > 2 * len(found) + 64:
+        trailers.rewrite(tail for tail in found if tail[1].trailer)
     else:
-        trailers.append(Tail(identity, data) for identity, data in fresh.items() if data)
-    for used, key, nbytes, identity in found:
-        data = known.get(identity)
-        if data is not None:  # else it has gone meanwhile
-            yield StoredFrame(key, nbytes, data, used / 1e9)
+        trailers.append(tail for tail in fresh if tail[1].trailer)
+    yield from map(operator.itemgetter(1), found)
 
 
 def _spread(pool: Executor, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -76,28 +83,41 @@ def _spread(pool: Executor, work: Callable[[_Item], _Result], items: Iterable[_I
     yield from pool.map(work, rest)
 
 
-def _list(place: tuple[bytes, str]) -> list[_Found]:
-    """The frames in a folder."""
-    namespace, leaf = place
-    found: list[_Found] = []
+def _list(place: tuple[bytes, str, dict[str, Tail]]) -> tuple[list[Tail], list[_Stray]]:
+    """The frames in a folder of a namespace: those that are in its part of the log, and the others.
+
+    The system gives name, kind and inode in bulk. What the log knows by these is taken as it stands there: a `stat` for
+    each would cost as much as all the rest of the listing.
+    """
+    namespace, leaf, known = place
+    found: list[Tail] = []
+    strays: list[_Stray] = []
     try:
         folder = os.open(leaf, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):
-        return found
+        return found, strays
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                key = parse(namespace, entry.name)
-                if key is not None and entry.is_file(follow_symlinks=False):
+                tail = known.get(entry.name)
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                if tail is not None and tail[0] == entry.inode():
+                    found.append(tail)
+                elif (key := parse(namespace, entry.name)) is not None:
                     try:
                         state = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
-                    nbytes = state.st_size
-                    found.append((state.st_mtime_ns, key, nbytes, pack_identity(key, nbytes, state.st_ino)))
+                    inode, nbytes, used = state.st_ino, state.st_size, state.st_mtime_ns / 1e9
+                    if tail is not None and (tail[0], tail[1].nbytes) == (inode, nbytes):
+                        # Some stacked file systems list other inodes than they stat.
+                        found.append((inode, StoredFrame(key, nbytes, tail[1].trailer, used)))
+                    else:
+                        strays.append((key, inode, nbytes, used))
     finally:
         os.close(folder)
-    return found
+    return found, strays
 
 
 def _tail(root: str, key: ChunkKey, nbytes: int) -> bytes | None:

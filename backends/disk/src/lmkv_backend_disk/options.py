@@ -70,7 +70,7 @@ class DiskOptions(BaseModel):
         free = system.f_bavail * system.f_frsize
         if capacity + log <= free:
             return []
-        free += _used(self.path, "frames", "trailers", "trailers.old")
+        free += _used(self.path, "frames", "trailers", "trailers.old", "trailers.uses", "trailers.uses.old")
         if capacity + log <= free:
             return []
         wanted = f"{capacity / 2**30:.2f} GiB and at most {log / 2**30:.2f} GiB for the log of trailers"
