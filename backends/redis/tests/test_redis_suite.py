@@ -105,6 +105,7 @@ class TestTCP(RedisSuite):
     way = "tcp"
 
 
+@pytest.mark.slow
 class TestExpiry(RedisSuite):
     way = "tcp"
     more: ClassVar = {"ttl": "1h", "sliding": True, "connections": 2}
@@ -120,6 +121,7 @@ class TestPlain(RedisSuite):
         monkeypatch.setattr("lmkv_backend_redis.store.SOCKET", "_no_such_attribute")
 
 
+@pytest.mark.slow
 class TestSocket(RedisSuite):
     way = "unix"
 
