@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 from storage_rig import Client, Shelf, chain, namespace, storage
@@ -83,3 +84,25 @@ def test_a_backend_sees_the_pool_before_it_is_used(monkeypatch: pytest.MonkeyPat
         await manager.close(1.0)
 
     asyncio.run(scenario())
+
+
+def test_a_backend_in_which_a_call_hangs_is_closed_when_that_returns() -> None:
+    release, closed = threading.Event(), threading.Event()
+    shelf = Shelf(shared=True)
+    shelf.on_put = lambda _: release.wait(30) and None
+    shelf.close = closed.set  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with storage(below=[(shelf, {"deadline": 30.0})]) as manager:
+            client = Client(manager, namespace())
+            client.store(client.frames(chain(range(16))))
+            while not shelf.calls:  # noqa: ASYNC110  another thread fills it
+                await asyncio.sleep(0.01)
+            await manager.close(0.3)
+            assert not closed.is_set()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+    assert closed.wait(10)

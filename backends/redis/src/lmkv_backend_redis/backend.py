@@ -153,8 +153,11 @@ class RedisBackend(StorageBackendInterface):
     def _look(self) -> None:
         with self._looking:
             if not self._looked:
-                look(self._store, self._options, self._names, self._tier)
-                self._looked = True
+                try:
+                    look(self._store, self._options, self._names, self._tier)
+                    self._looked = True
+                finally:
+                    self._store.sweep()
 
     def _put_within(self, limit: int, key: ChunkKey, memory: MemoryObject) -> Outcome:
         if memory.nbytes <= limit:
@@ -200,6 +203,8 @@ class RedisBackend(StorageBackendInterface):
             return work()
         except ERRORS as error:
             raise self._store.failures.explain(operation, error) from None
+        finally:
+            self._store.sweep()
 
 
 def _elsewhere(error: object) -> bool:

@@ -148,9 +148,10 @@ class Store:
                 return known
             made = self._make()  # a cluster is asked for its nodes: nobody who closes may have to wait for that
             with self._lock:
-                self._known()
                 self._client = made
-            return made
+            self.sweep()
+            with self._lock:
+                return self._known()
 
     def split(self, names: Sequence[bytes]) -> list[tuple[Node, list[int]]]:
         """The nodes that keep these keys, each with the indices of its keys."""
@@ -212,12 +213,15 @@ class Store:
         with self._lock:
             self._closed = True
             nodes, self._nodes = list(self._nodes.values()), {}
-            client, self._client = self._client, None
         for node in nodes:
             node.close()
-        if client is not None:
+        self.sweep()
+
+    def sweep(self) -> None:
+        """After `close`: end what redis-py's client has connected meanwhile for a command that was under way."""
+        if self._closed and self._client is not None:
             with contextlib.suppress(*ERRORS):
-                client.close()
+                self._client.close()
 
     def _known(self) -> Client:
         if self._closed:

@@ -42,6 +42,8 @@ BLOCK: Final = 1 << 17
 _HEAD: Final = struct.Struct("<BBH")
 _TABLE: Final = struct.Struct("<III")
 _GREATEST: Final = 448.0
+_LARGEST: Final = (np.float32((2 - 2**-7) * 2.0**127), np.float32(65504))
+"""The greatest bfloat16 and the greatest float16."""
 _NAN: Final = 0x7F
 _SCALE: Final = 128
 """Scales are stored plus this, since float32 has exponents from -126 on."""
@@ -101,6 +103,7 @@ class Fp8Codec(Codec):
         scales = np.frombuffer(encoded[at : at + columns], np.uint8).astype(np.int32) - _SCALE
         codes = np.frombuffer(encoded[at + columns :], np.uint8)
         values = np.frombuffer(into, np.uint16)
+        limit = _LARGEST[half]
         column = 0
         for first, tables in _each(shapes):
             size = tables.rows * tables.columns
@@ -112,6 +115,8 @@ class Fp8Codec(Codec):
                 for rows in _blocks(tables):
                     floats = _FLOATS[source[rows]]
                     floats *= factors
+                    if np.max(factors) * _GREATEST > limit:  # what was rounded up is still no infinity
+                        np.clip(floats, -limit, limit, out=floats)
                     _narrow(floats, target[rows], half=half)
 
     def refusal(self, dtype: str) -> str:

@@ -223,6 +223,11 @@ class Driver:
             thread.join(max(0.0, end - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def join(self) -> None:
+        """After `close`: wait for the calls that hang, however long."""
+        for thread in self._threads:
+            thread.join()
+
     def _drop(self, call: Call) -> None:
         call.abandoned = True
         call.lane.calls -= 1

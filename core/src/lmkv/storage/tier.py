@@ -297,21 +297,22 @@ class Tier(Inventory):
     def close(self, deadline: float) -> bool:
         """Stop the driver and close the backend, in at most about `deadline` seconds. Blocks: call it off the loop.
 
-        Returns False when a call still hangs in the backend, which is then left open to it, or when closing it hangs.
+        Returns False when a call still hangs in the backend, which is then closed once that returns, or closing hangs.
         """
         end = time.monotonic() + deadline
         if self._calls is None:
             self.backend.close()
             return True
-        if not self._calls.driver.close(deadline):
-            return False
+        ended = self._calls.driver.close(deadline)
         # In a thread of its own: a store that is silent may keep its client waiting for a good-bye.
         closing = threading.Thread(target=self._close_backend, name=f"lmkv-{self.name}-close", daemon=True)
         closing.start()
-        closing.join(max(0.1, end - time.monotonic()))
-        return not closing.is_alive()
+        closing.join(max(0.1, end - time.monotonic()) if ended else 0.0)
+        return ended and not closing.is_alive()
 
     def _close_backend(self) -> None:
+        if self._calls is not None:
+            self._calls.driver.join()
         try:
             self.backend.close()
         except Exception as e:  # noqa: BLE001  whatever a plugin raises, the others have to be closed too
