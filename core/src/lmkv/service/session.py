@@ -243,17 +243,16 @@ class Session:
     def _reserve_frame(
         self, namespace: NamespaceIndex, shard: int, number: int, frame: p.NewFrame, length: int
     ) -> Slot | int:
-        prefixes = split_digests(frame.prefixes)
         entry = namespace.entries.get(frame.digest)
         part = None if entry is None else entry.shards.get(shard)
         if part is not None and (part.present or part.filling):
             return p.PRESENT
         if frame.pages < namespace.chunk_pages and any(
             (held := longer.shards.get(shard)) is not None and held.present
-            for longer in namespace.longer(prefixes, frame.digest)
+            for longer in namespace.longer(split_digests(frame.prefixes), frame.digest)
         ):
             return p.PRESENT  # a longer frame has all of this tail
-        nbytes = frame_bytes(length, len(prefixes))
+        nbytes = frame_bytes(length, frame.pages - 1)
         obj = self._stack.room.for_store(nbytes)
         if obj is None:
             return p.REJECTED
@@ -296,9 +295,12 @@ class Session:
 
     def _supersede(self, entry: Entry) -> None:
         """Tails that `entry` contains whole are of no more use."""
-        if not entry.ready or entry.namespace.entries.keys().isdisjoint(entry.prefixes):
+        if not entry.ready:
             return
-        for prefix in entry.prefixes:
+        prefixes = entry.prefixes
+        if entry.namespace.entries.keys().isdisjoint(prefixes):
+            return
+        for prefix in prefixes:
             tail = entry.namespace.entries.get(prefix)
             if tail is not None and not tail.holds and tail.pinned_until <= time.monotonic():
                 self._stack.remove(tail)

@@ -7,7 +7,9 @@ when the last place is lost. Only a READY chunk is visible to look-ups.
 from __future__ import annotations
 
 import math
+import struct
 from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lmkv.errors import ConfigError
@@ -15,7 +17,7 @@ from lmkv.types import DIGEST_BYTES, ChunkKey, MissReason
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.layout import LayoutDescription
     from lmkv.memory import MemoryObject
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 _NEVER: Final = -math.inf
 GHOSTS: Final = 1 << 16
 """Digests remembered after they were lost, so that a later miss can be told from one that was never stored."""
+
+
+@lru_cache(maxsize=256)
+def _cut(count: int) -> Callable[[bytes], tuple[bytes, ...]]:
+    """Cuts a string of so many digests by one call, several times faster than slices do."""
+    return struct.Struct(f"{DIGEST_BYTES}s" * count).unpack
 
 
 class Shard:
@@ -101,8 +109,7 @@ class Entry:
     @property
     def prefixes(self) -> tuple[bytes, ...]:
         """Digests of its first 1 … pages-1 pages, or empty. Made anew at each call."""
-        packed = self.packed
-        return tuple([packed[at : at + DIGEST_BYTES] for at in range(0, len(packed), DIGEST_BYTES)])
+        return _cut(len(self.packed) // DIGEST_BYTES)(self.packed)
 
     def prefix(self, pages: int) -> bytes:
         """The digest of its first `pages` pages, empty if it is not known."""
