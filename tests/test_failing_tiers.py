@@ -126,7 +126,7 @@ def test_lies(store: Store, fault: str, log: Lines) -> None:
             store.begin(fault)
             ill = traffic.go_on(1.0)
             assert ill
-            assert most(ill) < DEADLINE
+            assert most(ill) < DEADLINE / 2
             assert len(log.lines) <= 6, log.lines
             store.heal()
             traffic.wait(
