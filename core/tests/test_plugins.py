@@ -23,6 +23,15 @@ from lmkv.specs import BackendSpec
 def lmkv_backends():
     return [BackendSpec(name={name!r}, summary="for a test", options=None, load=None{more})]
 """
+TRANSPORT = """
+from lmkv.hookspecs import hookimpl
+from lmkv.specs import TransportSpec
+def load():
+    {load}
+@hookimpl
+def lmkv_transports():
+    return [TransportSpec(name={name!r}, summary="for a test", rank=5, load=load{more})]
+"""
 ASK = """
 import json, sys
 from lmkv.errors import PluginError
@@ -34,7 +43,12 @@ for name in sys.argv[1:]:
         host.backend(name)
     except PluginError as error:
         errors[name] = str(error)
+    try:
+        host.load_transport(name)
+    except PluginError as error:
+        errors[f"transport {name}"] = str(error)
 print(json.dumps({
+    "transports": {name: [r.distribution, r.spec.rank] for name, r in host.transports.items()},
     "backends": {name: [r.distribution, r.version] for name, r in host.backends.items()},
     "codecs": sorted(host.codecs),
     "problems": [[p.kind, p.message, p.traceback] for p in host.problems if "lmkv-backend-example" not in p.message],
@@ -216,3 +230,42 @@ def test_unknown_names_get_the_nearest() -> None:
         host.codec("x")
     assert host.load_codec("identity").name == "identity"
     assert host.load_policy("lru") is not host.load_policy("lru")
+
+
+def test_transports_enter_by_a_hook_as_everything_else(tmp_path: Path) -> None:
+    install(tmp_path, "fast-dist", "1.0", "plugin_fast", TRANSPORT.format(name="fast", load="return int", more=""))
+    found = ask(tmp_path, "fast", "tcp", "fats")
+    assert found["transports"]["tcp"] == ["lmkv", 0]
+    assert found["transports"]["fast"] == ["fast-dist", 5]
+    assert "transport fast" not in found["errors"]
+    assert "transport tcp" not in found["errors"]
+    assert found["errors"]["transport fats"] == "no transport 'fats' (did you mean 'fast'?)"
+
+
+def test_transports_that_are_claimed_twice_go_to_nobody(tmp_path: Path) -> None:
+    install(tmp_path, "my-dist", "1.0", "plugin_mine", TRANSPORT.format(name="tcp", load="return int", more=""))
+    found = ask(tmp_path, "tcp")
+    assert "tcp" not in found["transports"]
+    [(kind, message, _)] = found["problems"]
+    assert kind == "conflict"
+    assert "my-dist 1.0" in message
+    assert "lmkv.peer.plugin" in message
+    assert found["errors"]["transport tcp"] == message
+
+
+@pytest.mark.parametrize(("load", "text"), [("1/0", "ZeroDivisionError"), ("import no_such_library", "Traceback")])
+def test_a_transport_that_cannot_be_loaded_says_whose_it_is(tmp_path: Path, load: str, text: str) -> None:
+    install(tmp_path, "bad-dist", "0.3", "plugin_bad", TRANSPORT.format(name="bad", load=load, more=""))
+    found = ask(tmp_path, "bad")
+    assert found["transports"]["bad"] == ["bad-dist", 5]
+    assert "transport 'bad' of bad-dist 0.3 cannot be loaded" in found["errors"]["transport bad"]
+    assert text in found["errors"]["transport bad"]
+
+
+def test_a_transport_of_another_api(tmp_path: Path) -> None:
+    install(tmp_path, "new-dist", "9", "plugin_new", TRANSPORT.format(name="new", load="return int", more=", api=99"))
+    found = ask(tmp_path, "new")
+    [(kind, message, _)] = found["problems"]
+    assert kind == "api"
+    assert "transport 'new' is written for plugin API 99" in message
+    assert found["errors"]["transport new"] == message

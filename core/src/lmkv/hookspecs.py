@@ -9,7 +9,7 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lmkv.specs import BackendSpec, CodecSpec, PolicySpec
+    from lmkv.specs import BackendSpec, CodecSpec, CommandSpec, PolicySpec, TransportSpec
 
 PROJECT: Final = "lmkv"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -31,4 +31,16 @@ def lmkv_codecs() -> Iterable[CodecSpec]:
 @hookspec
 def lmkv_policies() -> Iterable[PolicySpec]:
     """Eviction policies that the distribution offers to the `evict:` key of a tier."""
+    raise NotImplementedError
+
+
+@hookspec
+def lmkv_commands() -> Iterable[CommandSpec]:
+    """Verbs that the distribution adds to the command `lmkv`."""
+    raise NotImplementedError
+
+
+@hookspec
+def lmkv_transports() -> Iterable[TransportSpec]:
+    """Transports that the distribution offers for the bytes between two nodes."""
     raise NotImplementedError

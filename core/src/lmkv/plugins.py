@@ -1,4 +1,4 @@
-"""Finds plugins by the entry-point group ``lmkv`` and keeps what they offer: backends, codecs, eviction policies.
+"""Finds plugins by the entry-point group ``lmkv`` and keeps what they offer, by kind and name.
 
 pluggy's own loader silently skips the second of two plugins with one name and lets one broken plugin abort all. Here
 every fault becomes a `Problem` that names the distributions and their versions; it stops a start only if the
@@ -15,52 +15,41 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar
 
 import pluggy
 from pydantic import ValidationError
 
 from lmkv import hookspecs
 from lmkv.errors import ConfigError, PluginError
-from lmkv.specs import API, BackendSpec, CodecSpec, PolicySpec
+from lmkv.installed import Kind, Origin, Problem, entry_points, version
+from lmkv.specs import API, BackendSpec, CodecSpec, CommandSpec, PolicySpec, TransportSpec
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
     from collections.abc import Callable, Mapping, Sequence
 
     from pydantic import BaseModel
 
-    from lmkv.specs import BackendFactory, Codec, EvictionPolicy
+    from lmkv.peer.transport import TransportFactory
+    from lmkv.specs import BackendFactory, Codec, Command, EvictionPolicy
 
-GROUP: Final = "lmkv"
-CORE_MODULES: Final = ("lmkv.builtin",)
+CORE_MODULES: Final = ("lmkv.builtin", "lmkv.peer.plugin")
 """The core's own plugins: they enter by the same hooks as everybody's."""
+CORE_COMMANDS: Final = ("plugins", "check", "schema", "serve")
+"""Verbs of the command line that no plugin gets: they work whatever is installed."""
 
-Spec = TypeVar("Spec", BackendSpec, CodecSpec, PolicySpec)
-AnySpec = BackendSpec | CodecSpec | PolicySpec
+Spec = TypeVar("Spec", BackendSpec, CodecSpec, CommandSpec, PolicySpec, TransportSpec)
+AnySpec = BackendSpec | CodecSpec | CommandSpec | PolicySpec | TransportSpec
 Loaded = TypeVar("Loaded")
-Kind = Literal["backend", "codec", "policy"]
 _HOOKS: Final[dict[str, tuple[Kind, type[AnySpec]]]] = {
     "lmkv_backends": ("backend", BackendSpec),
     "lmkv_codecs": ("codec", CodecSpec),
+    "lmkv_commands": ("command", CommandSpec),
     "lmkv_policies": ("policy", PolicySpec),
+    "lmkv_transports": ("transport", TransportSpec),
 }
 _NAME: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-
-
-class Origin(NamedTuple):
-    """Where a plugin comes from."""
-
-    distribution: str
-    version: str
-    entry_point: str
-    """Name of the entry point; by custom that of the backend."""
-    module: str
-    """What the entry point refers to."""
-
-    def __str__(self) -> str:
-        """Distribution and version, as messages name it."""
-        return f"{self.distribution} {self.version}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +60,6 @@ class Registered(Generic[Spec]):
     distribution: str
     version: str
     module: str
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong with a plugin."""
-
-    kind: Literal["conflict", "import", "api", "hook", "spec"]
-    message: str
-    """One line for people; names every distribution and version that takes part."""
-    origins: tuple[Origin, ...]
-    offers: tuple[tuple[Kind, str], ...] = ()
-    """What cannot be used because of it, where that is known."""
-    traceback: str = ""
-    """Text of the exception's traceback, where there was one."""
-
-    def __str__(self) -> str:
-        """The message, then the traceback if there is one."""
-        return f"{self.message}\n{self.traceback.rstrip()}" if self.traceback else self.message
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
@@ -112,7 +83,9 @@ class PluginHost:
     def __init__(self) -> None:
         self.backends: dict[str, Registered[BackendSpec]] = {}
         self.codecs: dict[str, Registered[CodecSpec]] = {}
+        self.commands: dict[str, Registered[CommandSpec]] = {}
         self.policies: dict[str, Registered[PolicySpec]] = {}
+        self.transports: dict[str, Registered[TransportSpec]] = {}
         self.problems: list[Problem] = []
         self.origins: list[Origin] = []
         """Every entry point of the group, broken ones too."""
@@ -127,17 +100,28 @@ class PluginHost:
         Never raises for a broken plugin: see `problems`.
         """
         host = cls()
-        version = _version("lmkv")
+        core = version("lmkv")
         for module in CORE_MODULES:
-            origin = Origin("lmkv", version, module.split(".")[1], module)
+            origin = Origin("lmkv", core, module.split(".")[1], module)
             host._add(origin, partial(importlib.import_module, module))
-        for origin, load in _entry_points(host.problems):
+        for origin, load in entry_points(host.problems):
             host._add(origin, load)
         for number, plugin in enumerate(extra):
             name = getattr(plugin, "__name__", type(plugin).__name__)
             host._add(Origin(name, "", f"extra-{number}", name), partial(_same, plugin))
         host._settle()
         return host
+
+    @property
+    def tables(self) -> dict[Kind, dict[str, Registered[Any]]]:
+        """What can be used, of every kind, by name."""
+        return {
+            "backend": self.backends,
+            "codec": self.codecs,
+            "policy": self.policies,
+            "transport": self.transports,
+            "command": self.commands,
+        }
 
     def backend(self, name: str) -> BackendSpec:
         """The backend of that name; `PluginError` names the nearest ones, or the problem of the plugin that has it."""
@@ -150,6 +134,10 @@ class PluginHost:
     def policy(self, name: str) -> PolicySpec:
         """The eviction policy of that name; raises as `backend`."""
         return self._find("policy", self.policies, name).spec
+
+    def transport(self, name: str) -> TransportSpec:
+        """The transport of that name; raises as `backend`."""
+        return self._find("transport", self.transports, name).spec
 
     def options_model(self, name: str) -> type[BaseModel]:
         """The pydantic model of a backend's `options:`; `PluginError` with the traceback when it cannot be had."""
@@ -185,6 +173,26 @@ class PluginHost:
         """Import the policy and make one; raises as `load_backend`."""
         found = self._find("policy", self.policies, name)
         return _guarded("policy", found, lambda: found.spec.load()())  # noqa: PLW0108  as above
+
+    def load_command(self, name: str, parser: ArgumentParser) -> Command:
+        """Load the command of that name and let it add its arguments to `parser`; raises as `load_backend`."""
+        found = self._find("command", self.commands, name)
+
+        def make() -> Command:
+            command = found.spec.load()
+            command.configure(parser)
+            return command
+
+        return _guarded("command", found, make)
+
+    def causes(self, kind: Kind, name: str) -> str:
+        """What is wrong with the plugins that were to offer `name`; empty when nothing is known."""
+        return "; ".join(str(problem) for problem in self.problems if _explains(problem, kind, name))
+
+    def load_transport(self, name: str) -> TransportFactory:
+        """Import the transport and return its factory; raises as `load_backend`."""
+        found = self._find("transport", self.transports, name)
+        return _guarded("transport", found, found.spec.load)
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
         """Import one plugin, check its hooks, call them, and note what it claims."""
@@ -249,12 +257,15 @@ class PluginHost:
             remedy = "upgrade lmkv" if _newer(spec.api) else "upgrade the plugin"
             text = f"{where}: {kind} {spec.name!r} is written for plugin API {spec.api}, this lmkv has {API}: {remedy}"
             self._report("api", text, origin, offers=((kind, spec.name),))
+        elif kind == "command" and spec.name in CORE_COMMANDS:
+            text = f"{where}: command {spec.name!r} is one of lmkv's own: the plugin has to name it otherwise"
+            self._report("conflict", text, origin, offers=((kind, spec.name),))
         else:
             self._claims.setdefault((kind, spec.name), []).append((spec, origin))
 
     def _settle(self) -> None:
         """Turn claims into registrations; a name that is claimed twice goes to nobody."""
-        tables: dict[Kind, dict[str, Any]] = {"backend": self.backends, "codec": self.codecs, "policy": self.policies}
+        tables = self.tables
         for (kind, name), claims in sorted(self._claims.items()):
             if len(claims) > 1:
                 origins = tuple(origin for _, origin in claims)
@@ -267,7 +278,7 @@ class PluginHost:
 
     def _report(
         self,
-        kind: Literal["import", "api", "hook", "spec"],
+        kind: Literal["conflict", "import", "api", "hook", "spec"],
         message: str,
         origin: Origin,
         *,
@@ -281,9 +292,8 @@ class PluginHost:
         found = table.get(name)
         if found is not None:
             return found
-        causes = [problem for problem in self.problems if _explains(problem, kind, name)]
-        if causes:
-            raise PluginError("; ".join(str(problem) for problem in causes))
+        if causes := self.causes(kind, name):
+            raise PluginError(causes)
         hint = did_you_mean(name, table)
         if not hint:
             hint = f"; installed: {', '.join(sorted(table))}" if table else "; none is installed"
@@ -330,33 +340,3 @@ def _newer(api: object) -> bool:
 
 def _same(plugin: object) -> object:
     return plugin
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _entry_points(problems: list[Problem]) -> list[tuple[Origin, Callable[[], object]]]:
-    """All entry points of the group, by distribution name; a distribution that cannot be read is a problem."""
-    found: list[tuple[Origin, Callable[[], object]]] = []
-    seen: set[str] = set()
-    for distribution in metadata.distributions():
-        name, version = "?", "?"
-        try:
-            if "lmkv" not in (distribution.read_text("entry_points.txt") or ""):
-                continue
-            name, version = distribution.metadata["Name"], distribution.version
-            normal = re.sub(r"[-_.]+", "-", name).lower()
-            if normal in seen:  # shadowed by an earlier entry of sys.path, as for imports
-                continue
-            seen.add(normal)
-            points = [point for point in distribution.entry_points if point.group == GROUP]
-            found += [(Origin(name, version, point.name, point.value), point.load) for point in points]
-        except Exception as error:  # noqa: BLE001  broken metadata of a stranger must not hide the others
-            origin = Origin(str(name), str(version), "?", "?")
-            text = f"metadata of {origin} cannot be read: {type(error).__name__}: {error}"
-            problems.append(Problem("import", text, (origin,), (), "".join(traceback.format_exception(error))))
-    return sorted(found, key=lambda entry: entry[0])

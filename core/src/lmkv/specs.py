@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydantic import BaseModel
 
     from lmkv.backend import StorageBackendInterface
+    from lmkv.peer.transport import TransportFactory
     from lmkv.types import ChunkKey
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -174,4 +176,48 @@ class PolicySpec:
     name: str
     summary: str
     load: Callable[[], Callable[[], EvictionPolicy]]
+    api: int = API
+
+
+class Command(Protocol):
+    """A verb of the command line: `lmkv NAME …`."""
+
+    def configure(self, parser: ArgumentParser) -> None:
+        """Add its arguments to its own parser. The attributes `name` and `verb` of the result are taken."""
+
+    def run(self, options: Namespace) -> int:
+        """Do it; returns the exit code.
+
+        `LmkvError` is a mistake of the user: its message is printed, and the code is 2.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandSpec:
+    """A verb that a distribution adds to the command `lmkv`.
+
+    `load` returns the command. It is called only when that verb is on the command line, also for its `--help`; what is
+    heavy is best imported in the command's `run`.
+    """
+
+    name: str
+    summary: str
+    """One line for `lmkv --help`."""
+    load: Callable[[], Command]
+    api: int = API
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSpec:
+    """A way to move bytes between the pools of two nodes that a distribution offers.
+
+    `load` returns the factory (usually the transport's class) and may import the library. It raises `PluginError` with
+    one sentence when the machine cannot have it: peers then use what else they have in common.
+    """
+
+    name: str
+    summary: str
+    rank: int
+    """Of the transports that two peers have in common the one of the highest rank is used; `tcp` has 0."""
+    load: Callable[[], TransportFactory]
     api: int = API

@@ -9,7 +9,7 @@ from lmkv.cli.table import table
 from lmkv.plugins import PluginHost
 
 if TYPE_CHECKING:
-    from lmkv.plugins import Problem
+    from lmkv.installed import Problem
 
 
 def run(*, as_json: bool) -> int:
@@ -37,7 +37,6 @@ def run(*, as_json: bool) -> int:
 
 
 def _rows(host: PluginHost) -> list[dict[str, str]]:
-    tables = {"backend": host.backends, "codec": host.codecs, "policy": host.policies}
     rows = [
         {
             "name": name,
@@ -47,8 +46,8 @@ def _rows(host: PluginHost) -> list[dict[str, str]]:
             "status": "ok",
             "summary": found.spec.summary,
         }
-        for kind, registered in tables.items()
-        for name, found in sorted(registered.items())  # type: ignore[attr-defined]  # three tables of one shape
+        for kind, registered in host.tables.items()
+        for name, found in sorted(registered.items())
     ]
     return rows + [row for problem in host.problems for row in _bad(problem)]
 
