@@ -41,14 +41,17 @@ class Inventory:
         index: bytes of each stored frame, for tiers that this node owns alone; empty for shared stores.
         used: bytes in `index` and in puts under way.
         unreadable: those in `index` whose codec or key is not here: kept until room is needed or a put replaces them.
+        changed: keys that came or went since somebody emptied it; None: nobody wants to know.
     """
 
     def __init__(self, settings: TierSettings, policy: EvictionPolicy | None, largest: int | None) -> None:
         self.settings = settings
         self.policy = policy
+        self._bulk = policy if isinstance(policy, BulkPolicy) else None
         self.index: dict[ChunkKey, int] = {}
         self.used = 0
         self.unreadable: set[ChunkKey] = set()
+        self.changed: set[ChunkKey] | None = None
         self._largest = largest
         self._pending: dict[ChunkKey, int] = {}
         self._dying: dict[ChunkKey, int] = {}
@@ -73,15 +76,20 @@ class Inventory:
         self.used += nbytes - self.index.get(key, 0)
         self.index[key] = nbytes
         self.unreadable.discard(key)
+        if self.changed is not None:
+            self.changed.add(key)
         if self.policy is not None:
             self.policy.add(key, parent or None)
 
     def record_all(self, sizes: Mapping[ChunkKey, int], parents: Mapping[ChunkKey, bytes | None]) -> None:
-        """As `record` for each in turn: what is found at a start, least recently used first."""
+        """As `record` for each in turn: what is stored together, or found at a start, least recently used first."""
         self.used += sum(sizes.values()) - sum(self.index[key] for key in sizes.keys() & self.index.keys())
         self.index.update(sizes)
-        if isinstance(self.policy, BulkPolicy):
-            self.policy.add_all(parents)
+        self.unreadable.difference_update(sizes)
+        if self.changed is not None:
+            self.changed.update(sizes)
+        if self._bulk is not None:
+            self._bulk.add_all(parents)
         elif self.policy is not None:
             for key, parent in parents.items():
                 self.policy.add(key, parent)
@@ -91,9 +99,22 @@ class Inventory:
         nbytes = self.index.pop(key, 0)
         self.used -= nbytes
         self.unreadable.discard(key)
+        if self.changed is not None:
+            self.changed.add(key)
         if self.policy is not None:
             self.policy.remove(key)
         return nbytes
+
+    def disown(self, key: ChunkKey) -> None:
+        """`key` is stored and counted, but cannot be read here."""
+        if key in self.index:
+            self.unreadable.add(key)
+            if self.changed is not None:
+                self.changed.add(key)
+
+    def offers(self, key: ChunkKey) -> bool:
+        """`key` is stored and can be read here, as far as is known."""
+        return key in self.index and key not in self.unreadable
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """These frames were used."""

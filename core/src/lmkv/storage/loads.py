@@ -363,8 +363,7 @@ class Loads:
         """
         key = want.entry.key(want.shard)
         if reason is MissReason.UNREADABLE:
-            if key in tier.index:
-                tier.unreadable.add(key)
+            tier.disown(key)
         elif reason in {MissReason.CORRUPT, MissReason.EVICTED}:
             tier.forget(key)
         else:
