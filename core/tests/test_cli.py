@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from lmkv.cli import run
+from lmkv.cli import _parser, run
 from lmkv.config.environ import RESERVED
+from lmkv.plugins import CORE_COMMANDS
 
 PLUGIN = """
 import time
@@ -264,6 +266,78 @@ def test_other_mistakes(lmkv: Lmkv) -> None:
     assert lmkv.process("check", ".", code=2) == lmkv("check", ".", code=2)
     assert "COMMAND" in lmkv("--help").stdout
     assert lmkv("--version").stdout.startswith("lmkv ")
+
+
+def offer(folder: Path, name: str, source: str) -> None:
+    """Make a distribution `lmkv-NAME 1.5` whose plugin module has `source`."""
+    (folder / f"{name}_verbs.py").write_text(source)
+    info = folder / f"lmkv_{name}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lmkv-{name}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text(f"[lmkv]\n{name} = {name}_verbs\n")
+
+
+VERB = """
+from lmkv.errors import ConfigError
+from lmkv.hookspecs import hookimpl
+from lmkv.specs import CommandSpec
+
+class Verb:
+    def configure(self, parser):
+        parser.add_argument("word", type=int)
+    def run(self, options):
+        if options.word > 9:
+            raise ConfigError("at most 9")
+        print("heard", options.word)
+        return options.word
+
+def load():
+    print("loaded")
+    return Verb()
+
+@hookimpl
+def lmkv_commands():
+    return [CommandSpec(name={verb!r}, summary="says it", load={load})]
+"""
+
+
+def test_verbs_of_plugins(lmkv: Lmkv) -> None:
+    offer(lmkv.folder, "speech", VERB.format(verb="say", load="load"))
+    offer(lmkv.folder, "again", VERB.format(verb="twice", load="load"))
+    offer(lmkv.folder, "fork", VERB.format(verb="twice", load="load"))
+    offer(lmkv.folder, "ill", VERB.format(verb="groan", load="lambda: 1 / 0"))
+    offer(lmkv.folder, "grab", VERB.format(verb="serve", load="load"))
+    lmkv.patch.syspath_prepend(str(lmkv.folder))
+    listed = lmkv("--help").stdout
+    assert re.search(r"^ +say +says it$", listed, re.MULTILINE)
+    assert "twice" not in listed
+    assert "loaded" not in listed
+    assert "word" in lmkv("say", "--help").stdout
+    assert lmkv("say", "3", code=3).stdout == "loaded\nheard 3\n"
+    assert lmkv("say", "12", code=2).stderr == "lmkv say: at most 9\n"
+    assert "invalid int value" in lmkv("say", "x", code=2).stderr
+    clash = lmkv("twice", "1", code=2).stderr
+    assert clash.startswith("lmkv twice: command 'twice' is claimed by lmkv-again 1.5 (again_verbs) and lmkv-fork 1.5")
+    broken = lmkv("groan", "1", code=2).stderr
+    assert broken.startswith("lmkv groan: command 'groan' of lmkv-ill 1.5 cannot be loaded: ZeroDivisionError")
+    assert "--socket" in lmkv("serve", "--help").stdout, "no plugin gets lmkv's own"
+    rows = json.loads(lmkv("plugins", "--json").stdout)["plugins"]
+    assert {(row["name"], row["status"]) for row in rows if row["kind"] == "command"} >= {
+        ("say", "ok"), ("groan", "ok"), ("twice", "conflict"), ("serve", "conflict"),
+    }  # fmt: skip
+
+
+def test_verbs_that_are_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lmkv.plugins.entry_points", lambda _: [])
+    assert run(["proxy", "--port", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "lmkv proxy: this command is in a distribution of its own: pip install lmkv-backend-nixl-pd\n"
+    )
+
+
+def test_the_core_keeps_its_own_verbs() -> None:
+    _, verbs = _parser()
+    assert tuple(verbs.choices) == CORE_COMMANDS
 
 
 def test_schema(lmkv: Lmkv) -> None:

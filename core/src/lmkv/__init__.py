@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lmkv.plugins import PluginHost as PluginHost
     from lmkv.specs import BackendSpec as BackendSpec
     from lmkv.specs import CodecSpec as CodecSpec
+    from lmkv.specs import CommandSpec as CommandSpec
     from lmkv.specs import PolicySpec as PolicySpec
     from lmkv.types import Capabilities as Capabilities
     from lmkv.types import ChunkKey as ChunkKey
@@ -60,7 +61,7 @@ _MODULES = {
     "memory": ("MemoryObject", "Pool"),
     "observe.metrics": ("Metrics",),
     "plugins": ("PluginHost",),
-    "specs": ("BackendSpec", "CodecSpec", "PolicySpec"),
+    "specs": ("BackendSpec", "CodecSpec", "CommandSpec", "PolicySpec"),
     "types": ("Capabilities", "ChunkKey", "Outcome"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,4 +1,4 @@
-"""The command `lmkv`: plugins, check, schema, serve.
+"""The command `lmkv`: plugins, check, schema, serve, and the verbs that plugins add.
 
 Exit codes: 0 all is well; 1 something that was asked about is not (a tier that does not answer); 2 the user must change
 something (configuration, arguments). A user's mistake is one message, never a traceback.
@@ -40,11 +40,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Raises SystemExit only for `--help`, `--version` and bad arguments."""
     from lmkv.errors import LmkvError  # noqa: PLC0415  as all imports here: `--help` stays quick
 
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser, verbs = _parser()
+    name = next((word for word in given if not word.startswith("-")), "")
     try:
+        if name not in verbs.choices and "--version" not in given:
+            from lmkv.cli import commands  # noqa: PLC0415
+
+            commands.add(verbs, name)
+        options = parser.parse_args(given)
         return int(options.verb(options))
     except LmkvError as error:
-        print(f"lmkv {options.name}: {error}", file=sys.stderr)
+        print(f"lmkv {name}: {error}", file=sys.stderr)
         return MISTAKE
     except BrokenPipeError:
         return OK
@@ -52,13 +59,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
+    """The parser with lmkv's own verbs, and where others are added."""
     parser = argparse.ArgumentParser(prog="lmkv", description="A KV-cache layer for LLM inference.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", dest="name", required=True)
 
     plugins = verbs.add_parser(
-        "plugins", help="list installed backends, codecs and policies, and what is wrong with them"
+        "plugins", help="list what plugins offer, backends and others, and what is wrong with them"
     )
     plugins.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     plugins.set_defaults(verb=_plugins)
@@ -76,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--config", metavar="FILE", help="YAML file (default: the one LMKV_CONFIG names, or none)")
     serve.add_argument("--socket", metavar="PATH", help="path of the unix socket (default: service.socket)")
     serve.set_defaults(verb=_serve)
-    return parser
+    return parser, verbs
 
 
 class _Version(argparse.Action):
