@@ -58,7 +58,7 @@ class Placement:
     holdings: tuple[Holding, ...]
 
     def nodes(self) -> tuple[NodeHits, ...]:
-        """By node: the one with the longest prefix first, of equals that with more in its fastest tier, then by name."""
+        """By node: the longest prefix first, of equals the one with more in its fastest tier, then by name."""
         by_node: dict[str, list[Holding]] = {}
         for holding in sorted(self.holdings):
             by_node.setdefault(holding.place.node, []).append(holding)
