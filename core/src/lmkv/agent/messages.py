@@ -202,6 +202,8 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tier: str
     pin_seconds: float = 0.0
     """Each chunk is pinned for so long before it counts as done; 0: not at all."""
+    namespace_json: str = ""
+    """Canonical JSON of the namespace, for a node none of whose clients has declared it; empty: it must have been."""
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
