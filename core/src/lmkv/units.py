@@ -73,6 +73,14 @@ def parse_amount(value: object) -> int | Share:
     return int(nbytes)
 
 
+def parse_share(value: object) -> Share:
+    """The `Share` of ``25%``. Raises ValueError."""
+    share = parse_amount(value)
+    if not isinstance(share, Share):
+        raise ValueError(f"{value!r} is not a percentage, such as 25%")  # noqa: TRY004  pydantic collects ValueError
+    return share
+
+
 def parse_seconds(value: object) -> float:
     """Seconds of ``250ms``, ``2s``, ``1h`` or a timedelta; 0 needs no unit. Raises ValueError."""
     if isinstance(value, timedelta):
@@ -125,7 +133,13 @@ def shown(value: object, annotation: object = None) -> str:
 
 def kind_of(annotation: object) -> str:
     """What a field takes, in a word for people; empty when it is none of the types of this module."""
-    words = {parse_size: "size", parse_amount: "size or percentage", parse_seconds: "time", parse_interval: "time"}
+    words = {
+        parse_size: "size",
+        parse_amount: "size or percentage",
+        parse_share: "percentage",
+        parse_seconds: "time",
+        parse_interval: "time",
+    }
     return next((word for parser, word in words.items() if parser in _parsers(annotation)), "")
 
 
@@ -172,6 +186,7 @@ def _amount_text(amount: int | Share) -> str:
 
 _SIZE_PATTERN: Final = r"^\d+(\.\d+)?\s*(B|[kKMGTP]B|[KMGTP]iB)?$"
 _AMOUNT_PATTERN: Final = r"^\d+(\.\d+)?\s*(%|B|[kKMGTP]B|[KMGTP]iB)?$"
+_SHARE_PATTERN: Final = r"^\d+(\.\d+)?\s*%$"
 _TIME_PATTERN: Final = r"^\d+(\.\d+)?\s*(us|ms|s|m|h|d)$"
 
 Size: TypeAlias = Annotated[
@@ -188,6 +203,13 @@ Amount: TypeAlias = Annotated[
     _size_schema(_AMOUNT_PATTERN, "64GiB", "25%"),
 ]
 """Bytes, or a share of something."""
+Percentage: TypeAlias = Annotated[
+    Share,
+    PlainValidator(parse_share),
+    PlainSerializer(str, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": _SHARE_PATTERN, "examples": ["25%"]}),
+]
+"""A share of something."""
 Seconds: TypeAlias = Annotated[
     float,
     PlainValidator(parse_seconds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lmkv.config.peer import peer_faults
 from lmkv.errors import PluginError
 from lmkv.observe.address import loopback
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from lmkv.config.faults import Path
     from lmkv.config.model import Config, TierConfig
+    from lmkv.config.peer import PeerConfig
     from lmkv.plugins import PluginHost
 
 _SOCKET_PATH_MAX: Final = 107
@@ -35,10 +37,20 @@ def cross_check(config: Config, host: PluginHost, unknown: frozenset[Path]) -> I
                 yield fault
     if loopback(config.metrics.host) is None:
         yield ("metrics", "host"), f"{config.metrics.host!r} is not a loopback address: the page has no key"
+    yield from (fault for fault in _peer(config.peer, host) if fault[0] not in unknown)
     socket = config.service.socket
     if socket is not None and len(socket.encode()) > _SOCKET_PATH_MAX:
         text = f"{len(socket.encode())} bytes are too long for a unix socket's path, at most {_SOCKET_PATH_MAX}"
         yield ("service", "socket"), text
+
+
+def _peer(peer: PeerConfig, host: PluginHost) -> Iterator[tuple[Path, str]]:
+    yield from peer_faults(peer)
+    for name in peer.transports:
+        try:
+            host.transport(name)
+        except PluginError as error:
+            yield ("peer", "transports"), str(error)
 
 
 def _tier(tier: TierConfig, path: Path, host: PluginHost, unknown: frozenset[Path]) -> Iterator[tuple[Path, str]]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -16,7 +15,9 @@ from pydantic import (
     model_validator,
 )
 
+from lmkv.config.base import Count, Model, no_bool
 from lmkv.config.codecs import CodecChain, as_chain
+from lmkv.config.peer import PeerConfig
 from lmkv.units import Amount, Interval, Seconds, Share, Size, shown
 
 if TYPE_CHECKING:
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     from lmkv.plugins import PluginHost
 
 NAME_PATTERN = r"^[a-z0-9]+(-[a-z0-9]+)*$"
-
-
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("should be a whole number, not true or false")  # noqa: TRY004  pydantic collects ValueError
-    return value
 
 
 def _on_off(value: object) -> object:
@@ -44,15 +39,6 @@ def _checked(value: object) -> object:
     if not isinstance(value, BaseModel):
         raise ValueError("are checked with the backend's own model: use load_config")  # noqa: TRY004
     return value
-
-
-Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
-
-
-class Model(BaseModel):
-    """Base of all parts of the file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class NoOptions(Model):
@@ -111,7 +97,7 @@ class OfferConfig(Model):
         description="`measured`: what is loaded sooner than the engine computes it, as far as both speeds are known;"
         " `always`: all that is there.",
     )
-    min_tokens: Annotated[int, Field(ge=0), BeforeValidator(_no_bool)] = Field(
+    min_tokens: Annotated[int, Field(ge=0), BeforeValidator(no_bool)] = Field(
         default=0, description="Offer fewer tokens than these not at all if they have to be loaded."
     )
     max_wait: Seconds = Field(
@@ -180,7 +166,7 @@ class ServiceConfig(Model):
 class MetricsConfig(Model):
     """The Prometheus page."""
 
-    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(_no_bool)] | None = Field(
+    port: Annotated[int, Field(ge=0, le=65535), BeforeValidator(no_bool)] | None = Field(
         default=None, description="TCP port; 0: any free one, logged at start. Default: no page."
     )
     host: str = Field(default="127.0.0.1", description="A loopback address; others are refused.")
@@ -230,6 +216,7 @@ class Config(Model):
     offer: OfferConfig = Field(default_factory=OfferConfig, description="What engines are offered of it.")
     tiers: tuple[TierConfig, ...] = Field(default_factory=_default_tiers, description="The stack, fastest tier first.")
     service: ServiceConfig = Field(default_factory=ServiceConfig, description="The node service.")
+    peer: PeerConfig = Field(default_factory=PeerConfig, description="Other nodes.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The Prometheus page.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="The service's log.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from lmkv.config.codecs import CodecChain
@@ -30,7 +30,7 @@ def rows(model: type[BaseModel], above: str = "") -> Iterator[str]:
 def _default(info: Any) -> str:
     if info.default is PydanticUndefined:
         return "required" if info.default_factory is None else "none"
-    if info.default in {None, ""}:
+    if info.default in {None, "", ()} or info.default == SecretStr(""):
         return "none"
     return f"`{shown(info.default, (*info.metadata, info.annotation))}`"
 
@@ -48,7 +48,10 @@ def _values(info: Any) -> str:
         str: "text",
         BaseModel: "mapping",
         CodecChain: "name or list",
+        SecretStr: "text, `{env: NAME}`, `{file: PATH}`",
     }
+    if get_origin(info.annotation) is tuple:
+        return "list"
     plain = [part for part in (info.annotation, *_parts(info.annotation)) if part in words]
     return words[plain[0]]
 
