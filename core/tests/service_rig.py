@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import threading
 import time
@@ -74,6 +75,7 @@ class FakeStorage:
         self.pool = Pool.create(1 << 16, hugepages="off", prefault=False)
         self.tiers = ("ram", "disk")
         self.asks = False
+        self.incarnation = secrets.randbits(62) + 1
         self.sessions: list[FakeSession] = []
         self.who: list[Who] = []
         self.closed = False

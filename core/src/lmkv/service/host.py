@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import threading
 from collections import deque
@@ -39,11 +38,11 @@ CLOSE_SECONDS: Final = 10.0
 
 
 def welcome_of(storage: NodeStorage) -> Welcome:
-    """The first message of a service that starts now, with a number that no other start of a service has."""
+    """The first message of the service of `storage`."""
     config = storage.config
     return Welcome(
         VERSION,
-        secrets.randbits(62) + 1,
+        storage.incarnation,
         storage.pool.nbytes,
         config.chunk_tokens,
         config.tail,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import TYPE_CHECKING
 
 from lmkv.observe.clients import NOBODY, Clients
@@ -25,10 +26,12 @@ class NodeStorage:
         manager: the storage itself.
         page: the Prometheus page, if the configuration wants one.
         asks: a look-up may have to ask stores that others share.
+        incarnation: a number that no other start of a service has, told to clients, peers and the controller.
     """
 
     def __init__(self, config: Config, manager: StorageManager, page: MetricsServer | None = None) -> None:
         self.page = page
+        self.incarnation = secrets.randbits(62) + 1
         self.config = config
         self.manager = manager
         self.pool = manager.pool
