@@ -7,6 +7,7 @@ promise: whoever goes to a place may find that the chunk has gone.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -92,7 +93,12 @@ class Directory(ABC):
 
     All raise `ProtocolError` for a namespace that is not of 16 bytes or a blob that is no whole number of digests.
     `RedisDirectory` raises `BackendError` where the store is away.
+
+    Attributes:
+        refresh: seconds after which a node is to tell anew what it has, for entries expire.
     """
+
+    refresh: float = math.inf
 
     @abstractmethod
     async def apply(self, node: str, changes: Sequence[Change]) -> None:
@@ -110,8 +116,11 @@ class Directory(ABC):
         """Part of what a node has."""
 
     @abstractmethod
-    async def end(self, node: str) -> None:
-        """The resync is complete: what was not told since `begin` is not there. Without `begin` nothing happens."""
+    async def end(self, node: str) -> bool:
+        """The resync is complete: what was not told since `begin` is not there.
+
+        False: what was told since was dropped meanwhile, or there was no `begin`; the node has to tell it anew.
+        """
 
     @abstractmethod
     async def drop(self, node: str) -> None:
