@@ -253,6 +253,10 @@ def _refusal(message: m.Register, timeout: float) -> m.Refused | None:
     tiers = [tier.name for tier in message.tiers]
     named = all(0 < len(name) <= MAX_NAME and name.isprintable() for name in (message.node, *tiers))
     few = len(message.namespaces) <= MAX_NAMESPACES and len(message.endpoints) <= MAX_ENDPOINTS
+    slow = (
+        f"would send a heartbeat every {message.heartbeat:g} s, but this controller drops a node after {timeout:g} s of "
+        "silence: set controller.heartbeat of the node well below that, or start the controller with a longer --timeout"
+    )
     checks = (
         (
             "version",
@@ -261,13 +265,7 @@ def _refusal(message: m.Register, timeout: float) -> m.Refused | None:
         ),
         ("name", named, f"names of nodes and tiers are 1 to {MAX_NAME} printable characters"),
         ("name", len(set(tiers)) == len(tiers), "two of its tiers have the same name"),
-        (
-            "heartbeat",
-            0 < message.heartbeat < timeout,  # false also for NaN
-            f"would send a heartbeat every {message.heartbeat:g} s, but this controller drops a node after "
-            f"{timeout:g} s of silence: set controller.heartbeat of the node well below that, or start the controller "
-            "with a longer --timeout",
-        ),
+        ("heartbeat", 0 < message.heartbeat < timeout, slow),  # NaN is refused, too
         ("limit", few, f"has more than {MAX_NAMESPACES} namespaces or {MAX_ENDPOINTS} end points"),
         ("limit", 0 <= message.epoch < MAX_EPOCH, f"epoch {message.epoch} is none"),
     )
