@@ -80,6 +80,10 @@ class StorageManager:
         """Namespaces without a client and without an entry; since when."""
         self._unused_seconds = 2 * lease_seconds
         self.pinned: set[Entry] = set()
+        self.declared: dict[bytes, str] = {}
+        """Canonical JSON of the namespaces that clients have declared, by their ids."""
+        self.on_namespace: Callable[[NamespaceIndex], None] = lambda _: None
+        """Called when a namespace has been declared for the first time."""
         self.clock = clock
         self._closed = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep_house(min(1.0, lease_seconds / 4)))
@@ -174,8 +178,10 @@ class StorageManager:
         known.page_bytes = namespace.page_bytes
         known.page_total = sum(namespace.page_bytes)
         known.layouts = namespace.layouts
+        self.declared[known.id] = text
         for tier in self.stack.tiers:
             tier.describe(namespace.id, text)
+        self.on_namespace(known)
         return known
 
     async def recover(self) -> None:
@@ -243,6 +249,7 @@ class StorageManager:
         for identity in unused:
             if now - self._unused[identity] >= self._unused_seconds:
                 del self._unused[identity], self.index.namespaces[identity]
+                self.declared.pop(identity, None)
                 for tier in self.stack.tiers:
                     tier.forget_namespace(identity)
 

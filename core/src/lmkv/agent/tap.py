@@ -1,0 +1,157 @@
+"""What came into the node's own tiers and what went, told to whoever listens, some times a second.
+
+Tiers note the keys of frames that come or go (`Inventory.changed`), and only while somebody listens. Every `PERIOD`
+the tap looks what is there now of each chunk noted: a chunk is *stored* in a tier when all its shards lie there and
+can be read, else *removed*. So each word is about the present: what comes and goes between two looks is not told, and
+to tell something twice does no harm. Tiers that nodes share are not tapped: what lies in them is asked of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from typing import TYPE_CHECKING, Final, Protocol
+
+from lmkv.types import ChunkKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from lmkv.storage.index import Entry, NamespaceIndex
+    from lmkv.storage.manager import StorageManager
+    from lmkv.storage.tier import Tier
+
+log = logging.getLogger(__name__)
+
+PERIOD: Final = 0.05
+"""Seconds between two looks."""
+STEP: Final = 2048
+"""Chunks that are looked at between two turns of the loop."""
+MOST: Final = 1 << 17
+"""Frames noted between two looks; of more than that, all that is there is told anew instead."""
+
+
+class Listener(Protocol):
+    """Called on the storage loop; must not take long."""
+
+    def changed(self, tier: int, namespace: bytes, stored: list[bytes], removed: list[bytes]) -> None:
+        """These digests lie whole in the tier now; those do not."""
+
+    def lost(self, why: str) -> None:
+        """Not everything was told: ask `listing` for all that is there."""
+
+    def declared(self, namespace: NamespaceIndex) -> None:
+        """A client has declared a namespace."""
+
+
+class Tap:
+    """Of one storage. Lives on the storage loop."""
+
+    def __init__(self, manager: StorageManager) -> None:
+        self._manager = manager
+        self.own = tuple(tier for tier in manager.stack.tiers if not tier.shared)
+        """The tiers that are tapped."""
+        self._listeners: list[Listener] = []
+        self._task: asyncio.Task[None] | None = None
+        manager.on_namespace = self._declared
+
+    def join(self, listener: Listener) -> None:
+        """Tell `listener` from now on. What is there already is in `listing`."""
+        self._listeners.append(listener)
+        if self._task is None:
+            for tier in self.own:
+                tier.changed = set()
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def leave(self, listener: Listener) -> None:
+        """Tell it no more. Idempotent."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners and self._task is not None:
+            self._task.cancel()
+            self._task = None
+            for tier in self.own:
+                tier.changed = None
+
+    def listing(self) -> Iterator[tuple[Tier, NamespaceIndex, list[Entry]]]:
+        """All that lies in the node's own tiers, in pieces; each is true at the moment when it is taken.
+
+        What comes later is told to those who have joined before. Takes 30 ns per chunk at its beginning.
+        """
+        for namespace in list(self._manager.index.namespaces.values()):
+            if not namespace.shards:
+                continue  # nobody has said yet how many shards make a chunk
+            entries = list(namespace.entries.values())
+            for first in range(0, len(entries), STEP):
+                piece = entries[first : first + STEP]
+                for tier in self.own:
+                    there = [e for e in piece if e.visible and _lies_in(e, tier.bit)]
+                    if there:
+                        yield tier, namespace, there
+
+    def _declared(self, namespace: NamespaceIndex) -> None:
+        for listener in list(self._listeners):
+            listener.declared(namespace)
+            if namespace.entries:  # found at the start; only now is it known what makes a chunk of them
+                listener.lost("a namespace of stored chunks was declared")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            try:
+                for tier in self.own:
+                    await self._look(tier)
+            except Exception:
+                log.exception("looking at what has changed failed", extra={"key": "tap"})
+                self._lost("a fault")
+
+    async def _look(self, tier: Tier) -> None:
+        keys = tier.changed
+        if not keys:
+            return
+        tier.changed = set()
+        if len(keys) > MOST:
+            self._lost("too many changes at once")
+            return
+        left = iter(keys)
+        while piece := list(itertools.islice(left, STEP)):
+            self._tell(tier, piece)
+            await asyncio.sleep(0)
+
+    def _tell(self, tier: Tier, keys: Iterable[ChunkKey]) -> None:
+        namespaces = self._manager.index.namespaces
+        changes: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
+        told: set[tuple[bytes, bytes]] = set()
+        for key in keys:
+            identity, _, digest = key
+            namespace = namespaces.get(identity)
+            shards = 0 if namespace is None else namespace.shards
+            if shards != 1:
+                if (identity, digest) in told:
+                    continue
+                told.add((identity, digest))
+            there = shards and all(
+                tier.offers(ChunkKey(identity, n, digest) if shards > 1 else key) for n in range(shards)
+            )
+            change = changes.get(identity)
+            if change is None:
+                change = changes[identity] = ([], [])
+            change[0 if there else 1].append(digest)
+        for identity, (stored, removed) in changes.items():
+            for listener in list(self._listeners):
+                listener.changed(tier.number, identity, stored, removed)
+
+    def _lost(self, why: str) -> None:
+        for listener in list(self._listeners):
+            listener.lost(why)
+
+
+def _lies_in(entry: Entry, bit: int) -> bool:
+    shards = entry.shards
+    if len(shards) != entry.namespace.shards:
+        return False
+    for part in shards.values():  # noqa: SIM110  twice as fast as all(…)
+        if not part.tiers & bit:
+            return False
+    return True
