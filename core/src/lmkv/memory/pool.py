@@ -196,8 +196,9 @@ class Pool:
 
     def keep(self, obj: MemoryObject) -> None:
         """`obj` stays where it is: it is no longer `passing`. Idempotent."""
-        with self.lock:
-            self._pass(obj)
+        if obj.passing:
+            with self.lock:
+                self._pass(obj)
 
     def _pass(self, obj: MemoryObject) -> None:
         if obj.passing:

@@ -51,26 +51,17 @@ class LeafFirstLRU:
 
     def add(self, key: ChunkKey, parent: bytes | None) -> None:
         """`key` was stored; it becomes the most recently used. Entries come in any order, continuations first too."""
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._entries[key] = _Entry(key, next(self._clock))
-            if key not in self._continuations:
-                self._leaves += 1
-                self._queue(entry)
-        else:
-            entry.used = next(self._clock)
-        before = ChunkKey(key.namespace, key.shard, parent) if parent and parent != key.digest else None
-        if before != entry.parent:
-            self._part(entry)
-            entry.parent = before
-            self._join(before)
+        entry = self._note(key, parent)
+        if key not in self._continuations:
+            self._queue(entry)
 
     def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
-        """As `add` for each in turn; much quicker into an empty policy: only the leaves that remain are queued."""
+        """As `add` for each in turn, but only the leaves that remain are queued; much quicker into an empty policy."""
         entries, continuations = self._entries, self._continuations
         if entries:
-            for key, parent in parents.items():
-                self.add(key, parent)
+            for entry in [self._note(key, parent) for key, parent in parents.items()]:
+                if entry.key not in continuations:
+                    self._queue(entry)
             return
         clock = self._clock
         for key, parent in parents.items():
@@ -147,6 +138,23 @@ class LeafFirstLRU:
 
     def _is_ghost(self, entry: _Entry) -> bool:
         return not entry.alive or entry.key in self._continuations
+
+    def _note(self, key: ChunkKey, parent: bytes | None) -> _Entry:
+        """`key` is there, most recently used, the continuation of `parent`. If it is a leaf the caller queues it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(key, next(self._clock))
+            if key not in self._continuations:
+                self._leaves += 1
+        else:
+            entry.used = next(self._clock)
+        namespace, shard, digest = key
+        before = ChunkKey(namespace, shard, parent) if parent and parent != digest else None
+        if before != entry.parent:
+            self._part(entry)
+            entry.parent = before
+            self._join(before)
+        return entry
 
     def _queue(self, entry: _Entry) -> None:
         """Put a leaf into the heap, unless it is there."""

@@ -265,45 +265,43 @@ class Session:
     def _commit(self, message: p.Commit) -> None:
         slots = self.reservations.pop(message.reservation, [])
         failed = set(message.failed)
-        tokens: Counter[int] = Counter()
-        for i, slot in enumerate(slots):
-            if self._fill_ended(slot, stored=i not in failed):
-                tokens[slot.shard] += slot.entry.pages * self._manager.chunk_tokens // slot.entry.namespace.chunk_pages
-        self._metrics.inc("lmkv_rank_stored_tokens_total", sum(tokens.values()))
-        self._metrics.inc("lmkv_stored_tokens_total", tokens[0])
+        self._fill_ended(slots, [slot for i, slot in enumerate(slots) if i not in failed and not slot.entry.doomed])
 
     def _abort(self, message: p.Abort) -> None:
-        for slot in self.reservations.pop(message.reservation, []):
-            self._fill_ended(slot, stored=False)
+        self._fill_ended(self.reservations.pop(message.reservation, []), [])
 
-    def _fill_ended(self, slot: Slot, *, stored: bool) -> bool:
-        """A client has let go of a frame that it filled, or not; whether it was stored."""
-        entry, shard, obj = slot
-        part = entry.shards[shard]
-        part.filling = 0
-        self._stack.room.filling -= obj.nbytes
-        stored = stored and not entry.doomed
-        if stored:
-            self._stack.store(entry, shard, obj)
-            self._supersede(entry)
-        else:
-            self._metrics.inc("lmkv_dropped_stores_total", reason="aborted")
-            self._stack.forget_if_gone(entry, shard, MissReason.NEVER_STORED)
-        obj.release("fill")
-        self._stack.settle(entry)
-        return stored
+    def _fill_ended(self, slots: Sequence[Slot], filled: Sequence[Slot]) -> None:
+        """A client has let go of the frames of a reservation; those that it has `filled` are stored."""
+        stack = self._stack
+        for entry, shard, obj in slots:
+            entry.shards[shard].filling = 0
+            stack.room.filling -= obj.nbytes
+        if filled:
+            stack.store(filled)
+            self._supersede(filled)
+            self._count_stored(filled)
+        if len(filled) < len(slots):
+            self._metrics.inc("lmkv_dropped_stores_total", len(slots) - len(filled), reason="aborted")
+            for slot in set(slots).difference(filled):
+                stack.forget_if_gone(slot.entry, slot.shard, MissReason.NEVER_STORED)
+        for slot in slots:
+            slot.object.release("fill")
+        stack.settle_all([slot.entry for slot in slots])
 
-    def _supersede(self, entry: Entry) -> None:
-        """Tails that `entry` contains whole are of no more use."""
-        if not entry.ready:
-            return
-        prefixes = entry.prefixes
-        if entry.namespace.entries.keys().isdisjoint(prefixes):
-            return
-        for prefix in prefixes:
-            tail = entry.namespace.entries.get(prefix)
-            if tail is not None and not tail.holds and tail.pinned_until <= time.monotonic():
-                self._stack.remove(tail)
+    def _count_stored(self, slots: Sequence[Slot]) -> None:
+        namespace = slots[0].entry.namespace
+        tokens = sum([slot.entry.pages * self._manager.chunk_tokens // namespace.chunk_pages for slot in slots])
+        self._metrics.inc("lmkv_rank_stored_tokens_total", tokens)
+        if slots[0].shard == 0:
+            self._metrics.inc("lmkv_stored_tokens_total", tokens)
+
+    def _supersede(self, slots: Sequence[Slot]) -> None:
+        """Tails that a stored frame contains whole are of no more use."""
+        for slot in slots:
+            entry = slot.entry
+            for tail in entry.namespace.shorter(entry):
+                if entry.ready and not tail.holds and tail.pinned_until <= time.monotonic():
+                    self._stack.remove(tail)
 
 
 def _nothing(count: int) -> p.Loaded:

@@ -173,8 +173,8 @@ class NamespaceIndex:
     """
 
     __slots__ = (
-        "_families", "_ghosts", "books", "chunk_pages", "clients", "entries", "id", "layouts", "page_bytes",
-        "page_total", "shards",
+        "_families", "_ghosts", "_nameless", "books", "chunk_pages", "clients", "entries", "id", "layouts",
+        "page_bytes", "page_total", "shards",
     )  # fmt: skip
 
     def __init__(self, identity: bytes, books: Books | None = None) -> None:
@@ -190,6 +190,8 @@ class NamespaceIndex:
         self.layouts: tuple[LayoutDescription, ...] = ()
         self.entries: dict[bytes, Entry] = {}
         self._families: dict[bytes, Entry | Family] = {}
+        self._nameless = 0
+        """Entries of several pages whose page prefixes are not known."""
         self._ghosts: OrderedDict[bytes, MissReason] = OrderedDict()
 
     def add(self, digest: bytes, parent: bytes, pages: int, prefixes: bytes) -> Entry:
@@ -200,12 +202,15 @@ class NamespaceIndex:
             self.entries[digest] = entry
             if prefixes:
                 self._enter(entry)
+            elif pages > 1:
+                self._nameless += 1
         return entry
 
     def learn(self, entry: Entry, prefixes: bytes) -> None:
         """The page prefixes of an entry that was found in a shared store, which tells them only when it is loaded."""
         if prefixes and not entry.packed and self.entries.get(entry.digest) is entry:
             entry.packed = prefixes
+            self._nameless -= entry.pages > 1
             self._enter(entry)
 
     def discard(self, entry: Entry, reason: MissReason | None) -> None:
@@ -215,6 +220,8 @@ class NamespaceIndex:
         del self.entries[entry.digest]
         if entry.packed:
             self._leave(entry)
+        elif entry.pages > 1:
+            self._nameless -= 1
         if reason is not None:
             self._ghosts[entry.digest] = reason
             if len(self._ghosts) > GHOSTS:
@@ -237,6 +244,14 @@ class NamespaceIndex:
         """Every entry that begins with all of the frame of these page prefixes and this digest, and goes on."""
         family = self._families.get(prefixes[0] if prefixes else digest)
         return _beginning(family, digest, len(prefixes) + 1)
+
+    def shorter(self, entry: Entry) -> Iterable[Entry]:
+        """Every other entry whose pages are all among the first pages of `entry`."""
+        entries = self.entries
+        first = entry.prefix(1)
+        if not self._nameless and self._families.get(first) is entry and first not in entries:
+            return ()  # nothing else begins as it does
+        return [entries[prefix] for prefix in entry.prefixes if prefix in entries]
 
     def why_missing(self, digest: bytes) -> MissReason:
         """The reason to count for a digest that no look-up can offer."""

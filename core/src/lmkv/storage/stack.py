@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject, Pool
     from lmkv.observe.metrics import Metrics
     from lmkv.storage.index import Entry, Index
+    from lmkv.storage.leases import Slot
     from lmkv.storage.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class Stack:
         self.ram: Tier | None = tiers[0] if tiers and tiers[0].resident else None
         self.room = Room(self, staging)
         self.own = sum(t.bit for t in tiers if not t.resident and not t.shared)
-        self._shared = sum(t.bit for t in tiers if t.shared)
+        self._here = sum(t.bit for t in tiers if not t.shared)
+        self._through = [t for t in tiers if not t.resident and t.settings.write == "through"]
         self.demotion = Demotion(self, tiers)
         self.loads = Loads(self)
         for tier in tiers:
@@ -134,7 +136,7 @@ class Stack:
         part = entry.shards.get(shard)
         if part is None or part.staged is not None or part.filling or part.loading is not None or part.writes:
             return
-        if part.tiers & ~self._shared or (part.tiers and entry.holds):
+        if part.tiers & self._here or (part.tiers and entry.holds):
             return
         del entry.shards[shard]
         if not entry.shards:
@@ -181,7 +183,7 @@ class Stack:
         if promote and ram is not None and not entry.doomed:
             short = ram.shortfall(obj.nbytes)
             if short <= 0 or (self.evict(ram, short) and ram.shortfall(obj.nbytes) <= 0):
-                ram.adopt(entry.key(shard), obj, entry.parent)
+                ram.adopt([part.key], [obj], [entry.parent])
                 self.pool.keep(obj)
                 part.tiers |= ram.bit
                 self.demotion.soon()
@@ -190,8 +192,25 @@ class Stack:
 
     def settle(self, entry: Entry) -> None:
         """Nobody may need the staged frames of `entry` any more: let go of those."""
-        if entry.holds:
-            return
+        self.settle_all((entry,))
+
+    def settle_all(self, entries: Iterable[Entry]) -> None:
+        """As `settle` for each in turn."""
+        for entry in entries:
+            if not entry.holds and not self._at_rest(entry):
+                self._settle(entry)
+        self.room.more()
+
+    def _at_rest(self, entry: Entry) -> bool:
+        """All of it lies in tiers of this node, and nothing is to be done about it."""
+        if entry.doomed or entry.leaving:
+            return False
+        for part in entry.shards.values():
+            if not part.tiers & self._here or part.staged is not None or part.loading is not None:
+                return False
+        return True
+
+    def _settle(self, entry: Entry) -> None:
         self.loads.unwanted(entry)
         for number, part in list(entry.shards.items()):
             if part.staged is not None and not part.writes and not part.filling:
@@ -204,7 +223,6 @@ class Stack:
             for tier in self.tiers:
                 if leaving & tier.bit:
                     self.leave(entry, tier, MissReason.EVICTED)
-        self.room.more()
 
     def remove(self, entry: Entry, reason: MissReason | None = None) -> None:
         """Take a chunk away everywhere: out of sight now, its frames when nobody holds them."""
@@ -223,13 +241,27 @@ class Stack:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
-    def store(self, entry: Entry, shard: int, obj: MemoryObject) -> None:
-        """A client has filled a frame: make it visible and start its way into the tiers below."""
-        entry.shards[shard].sealed = False
-        self.place(entry, shard, obj)
-        for tier in self.tiers:
-            if not tier.resident and tier.settings.write == "through":
+    def store(self, slots: Sequence[Slot]) -> None:
+        """A client has filled frames: make them visible and start their way into the tiers below."""
+        together = self._place_all(slots)
+        for entry, shard, obj in slots:
+            entry.shards[shard].sealed = False
+            if not together:
+                self.place(entry, shard, obj)
+            for tier in self._through:
                 self.write(entry, shard, obj, tier, priority=STORE)
+
+    def _place_all(self, slots: Sequence[Slot]) -> bool:
+        """Into the resident tier by one call, if nothing has to go for it."""
+        ram = self.ram
+        if ram is None or ram.shortfall(sum([slot.object.nbytes for slot in slots])) > 0:
+            return False
+        parts = [slot.entry.shards[slot.shard] for slot in slots]
+        ram.adopt([p.key for p in parts], [slot.object for slot in slots], [slot.entry.parent for slot in slots])
+        for part in parts:
+            part.tiers |= ram.bit
+        self.demotion.soon()
+        return True
 
     def write(
         self,

@@ -104,10 +104,11 @@ class Tier(Inventory):
 
     # --- resident ----------------------------------------------------------------------------------------------------
 
-    def adopt(self, key: ChunkKey, obj: MemoryObject, parent: bytes) -> None:
-        """Keep `obj` by reference (resident tiers); the tier takes an owner of its own."""
-        cast("ResidentBackend", self.backend).adopt([key], [obj])
-        self.record(key, obj.nbytes, parent)
+    def adopt(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject], parents: Sequence[bytes]) -> None:
+        """Keep `objects` by reference (resident tiers); the tier takes an owner of its own of each."""
+        cast("ResidentBackend", self.backend).adopt(keys, objects)
+        sizes = [obj.nbytes for obj in objects]
+        self.record_all(dict(zip(keys, sizes, strict=True)), dict(zip(keys, parents, strict=True)))
 
     def borrow(self, key: ChunkKey) -> MemoryObject | None:
         """The object under `key`, retained for the caller (resident tiers)."""
