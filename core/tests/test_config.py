@@ -214,7 +214,7 @@ def test_no_file(host: PluginHost, caplog: pytest.LogCaptureFixture) -> None:
         ("pool: {size: 0}\n", "c:1: pool.size: '0': must be more than 0"),
         ("pool: {size: 1.5}\n", "c:1: pool.size: '1.5' is not a whole number of bytes"),
         ("hugepages: auto\n", "c:1: hugepages: unknown key here: it belongs at 'pool.hugepages'"),
-        ("zzz: 1\n", "c:1: zzz: unknown key; valid here: chunk_tokens, leases"),
+        ("zzz: 1\n", "c:1: zzz: unknown key; valid here: chunk_tokens, controller, events, leases"),
         ("tiers: []\n", "c:1: tiers: needs at least one tier"),
         ("tiers: {backend: memory}\n", "c:1: tiers: needs a list, got a mapping"),
         ("tiers:\n  - ram\n", "c:2: tiers[0]: needs a mapping"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from lmkv.config.fleet import controller_faults, events_faults
 from lmkv.config.peer import peer_faults
 from lmkv.errors import PluginError
 from lmkv.observe.address import loopback
@@ -37,7 +38,8 @@ def cross_check(config: Config, host: PluginHost, unknown: frozenset[Path]) -> I
                 yield fault
     if loopback(config.metrics.host) is None:
         yield ("metrics", "host"), f"{config.metrics.host!r} is not a loopback address: the page has no key"
-    yield from (fault for fault in _peer(config.peer, host) if fault[0] not in unknown)
+    fleet = (*_peer(config.peer, host), *controller_faults(config.controller), *events_faults(config.events))
+    yield from (fault for fault in fleet if fault[0] not in unknown)
     socket = config.service.socket
     if socket is not None and len(socket.encode()) > _SOCKET_PATH_MAX:
         text = f"{len(socket.encode())} bytes are too long for a unix socket's path, at most {_SOCKET_PATH_MAX}"

@@ -17,6 +17,7 @@ from pydantic import (
 
 from lmkv.config.base import Count, Model, no_bool
 from lmkv.config.codecs import CodecChain, as_chain
+from lmkv.config.fleet import ControllerConfig, EventsConfig
 from lmkv.config.peer import PeerConfig
 from lmkv.units import Amount, Interval, Seconds, Share, Size, shown
 
@@ -217,6 +218,10 @@ class Config(Model):
     tiers: tuple[TierConfig, ...] = Field(default_factory=_default_tiers, description="The stack, fastest tier first.")
     service: ServiceConfig = Field(default_factory=ServiceConfig, description="The node service.")
     peer: PeerConfig = Field(default_factory=PeerConfig, description="Other nodes.")
+    controller: ControllerConfig = Field(
+        default_factory=ControllerConfig, description="The controller that this node belongs to."
+    )
+    events: EventsConfig = Field(default_factory=EventsConfig, description="What is published of the tiers.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="The Prometheus page.")
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description="The service's log.")
 
