@@ -149,6 +149,15 @@ class Transport(ABC):
         May wait for a copy that is under way, some milliseconds. Unknown numbers are ignored.
         """
 
+    def touches(self, session: int, region: Region) -> bool:
+        """Whether bytes of `region` may still be read or written for that session because the guard let it pass before.
+
+        Who has taken a grant back asks this before the memory is given to somebody else; once False it stays so. Never
+        waits.
+        """
+        del session, region
+        return self.remote_memory
+
     @abstractmethod
     def close(self) -> None:
         """Cut everything, wait for the threads to end. Idempotent. Channels that are in use raise `TransportError`."""
