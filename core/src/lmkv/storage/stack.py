@@ -40,6 +40,9 @@ class Stack:
     Args:
         tiers: fastest first; at most one resident tier, and it is the first.
         staging: bytes of the pool that stores leave to loads.
+
+    Attributes:
+        on_stored: called with frames that have been filled and stored just now.
     """
 
     def __init__(self, tiers: Sequence[Tier], pool: Pool, index: Index, metrics: Metrics, *, staging: int) -> None:
@@ -54,6 +57,7 @@ class Stack:
         self._through = [t for t in tiers if not t.resident and t.settings.write == "through"]
         self.demotion = Demotion(self, tiers)
         self.loads = Loads(self)
+        self.on_stored: Callable[[Sequence[Slot]], None] | None = None
         for tier in tiers:
             tier.on_late_put = self._late_put(tier)
             tier.on_room = self.room.more
@@ -241,15 +245,20 @@ class Stack:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
-    def store(self, slots: Sequence[Slot]) -> None:
-        """A client has filled frames: make them visible and start their way into the tiers below."""
+    def store(self, slots: Sequence[Slot], *, sealed: bool = False) -> None:
+        """A client has filled frames: make them visible and start their way into the tiers below.
+
+        `sealed`: they carry their trailers already.
+        """
         together = self._place_all(slots)
         for entry, shard, obj in slots:
-            entry.shards[shard].sealed = False
+            entry.shards[shard].sealed = sealed
             if not together:
                 self.place(entry, shard, obj)
             for tier in self._through:
                 self.write(entry, shard, obj, tier, priority=STORE)
+        if self.on_stored is not None:
+            self.on_stored(slots)
 
     def _place_all(self, slots: Sequence[Slot]) -> bool:
         """Into the resident tier by one call, if nothing has to go for it."""
