@@ -9,13 +9,16 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from lmkv.errors import ClosedError, ConfigError, ProtocolError
 from lmkv.memory.extents import Extents
 from lmkv.memory.object import Holding, MemoryObject
 from lmkv.memory.prefault import Prefault
 from lmkv.types import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MASK: Final = ALIGNMENT - 1
@@ -183,16 +186,35 @@ class Pool:
         if self._closed:
             raise ClosedError("the pool is closed")
         with self.lock:
-            offset = self._extents.take((nbytes + _MASK) & ~_MASK)
-            if offset < 0:
-                return None
-            obj = MemoryObject(self, offset, nbytes, None if self._live is None else {owner: 1})
-            if self._live is not None:
-                self._live[offset] = obj
-            if passing:
+            obj = self._take(nbytes, owner)
+            if obj is not None and passing:
                 obj.passing = True
                 self.passing_bytes += (nbytes + _MASK) & ~_MASK
             return obj
+
+    def allocate_all(self, sizes: Sequence[int], owner: str) -> list[MemoryObject]:
+        """As `allocate` for each in turn, as far as there are extents that are large enough."""
+        if min(sizes, default=1) <= 0:
+            raise ValueError(f"a memory object of {min(sizes)} bytes")
+        if self._closed:
+            raise ClosedError("the pool is closed")
+        objects: list[MemoryObject] = []
+        with self.lock:
+            for nbytes in sizes:
+                obj = self._take(nbytes, owner)
+                if obj is None:
+                    break
+                objects.append(obj)
+        return objects
+
+    def _take(self, nbytes: int, owner: str) -> MemoryObject | None:
+        offset = self._extents.take((nbytes + _MASK) & ~_MASK)
+        if offset < 0:
+            return None
+        if self._live is None:
+            return MemoryObject(self, offset, nbytes)
+        obj = self._live[offset] = MemoryObject(self, offset, nbytes, {owner: 1})
+        return obj
 
     def keep(self, obj: MemoryObject) -> None:
         """`obj` stays where it is: it is no longer `passing`. Idempotent."""

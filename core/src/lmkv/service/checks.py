@@ -8,12 +8,19 @@ from lmkv.errors import ProtocolError
 from lmkv.types import DIGEST_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmkv.service import protocol as p
     from lmkv.storage.index import NamespaceIndex
 
 
-def check_frame(namespace: NamespaceIndex, frame: p.NewFrame) -> None:
-    """Whether a frame can be what it says; `ProtocolError` if not."""
+def check_frames(namespace: NamespaceIndex, frames: Sequence[p.NewFrame]) -> None:
+    """Whether each frame can be what it says; `ProtocolError` if not."""
+    for frame in frames:
+        _check(namespace, frame)
+
+
+def _check(namespace: NamespaceIndex, frame: p.NewFrame) -> None:
     if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
         raise ProtocolError(f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}")
     if len(frame.prefixes) != (frame.pages - 1) * DIGEST_BYTES or len(frame.parent) not in {0, DIGEST_BYTES}:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from lmkv.errors import ClosedError, ProtocolError
 from lmkv.frame import frame_bytes
 from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service import protocol as p
-from lmkv.service.checks import check_frame
+from lmkv.service.checks import check_frames
 from lmkv.service.control import Control
 from lmkv.service.counts import Counts
 from lmkv.service.lookups import Lookups
@@ -214,53 +213,34 @@ class Session:
 
     def _reserve(self, message: p.Reserve) -> p.Reserved:
         namespace = self._manager.index.registered(message.namespace)
-        if not 0 <= message.shard < namespace.shards:
-            raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
+        shard = message.shard
+        if not 0 <= shard < namespace.shards:
+            raise ProtocolError(f"shard {shard} of a namespace with {namespace.shards} shards")
+        check_frames(namespace, message.frames)  # all of them before any gets memory
+        page_bytes = namespace.page_bytes[shard]
+        new: dict[bytes, p.NewFrame] = {}
         for frame in message.frames:
-            check_frame(namespace, frame)  # all of them before any gets memory
+            if frame.digest not in new and not _covered(namespace, shard, frame):
+                new[frame.digest] = frame
+        objects = self._stack.room.for_stores([frame_bytes(f.pages * page_bytes, f.pages - 1) for f in new.values()])
         number = self._manager.holdings.number()
+        offsets: dict[bytes, int] = {}
         slots: list[Slot] = []
-        offsets: list[int] = []
-        lengths: list[int] = []
-        outcomes: Counter[str] = Counter()
-        for frame in message.frames:
-            length = frame.pages * namespace.page_bytes[message.shard]
-            slot = self._reserve_frame(namespace, message.shard, number, frame, length)
-            lengths.append(length)
-            if isinstance(slot, int):
-                offsets.append(slot)
-                outcomes["present" if slot == p.PRESENT else "no_room"] += 1
-            else:
-                offsets.append(slot.object.offset)
-                slots.append(slot)
-        if outcomes["no_room"]:
-            self._metrics.inc("lmkv_dropped_stores_total", outcomes["no_room"], reason="no_room")
-        if not slots:
-            return p.Reserved(0, tuple(offsets), tuple(lengths))
-        self.reservations[number] = slots
-        return p.Reserved(number, tuple(offsets), tuple(lengths))
-
-    def _reserve_frame(
-        self, namespace: NamespaceIndex, shard: int, number: int, frame: p.NewFrame, length: int
-    ) -> Slot | int:
-        entry = namespace.entries.get(frame.digest)
-        part = None if entry is None else entry.shards.get(shard)
-        if part is not None and (part.present or part.filling):
-            return p.PRESENT
-        if frame.pages < namespace.chunk_pages and any(
-            (held := longer.shards.get(shard)) is not None and held.present
-            for longer in namespace.longer(split_digests(frame.prefixes), frame.digest)
-        ):
-            return p.PRESENT  # a longer frame has all of this tail
-        nbytes = frame_bytes(length, frame.pages - 1)
-        obj = self._stack.room.for_store(nbytes)
-        if obj is None:
-            return p.REJECTED
-        entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
-        part = entry.part(shard, nbytes)
-        part.filling = number
-        self._stack.room.filling += nbytes
-        return Slot(entry, shard, obj)
+        for frame, obj in zip(new.values(), objects, strict=True):
+            offsets[frame.digest] = p.REJECTED if obj is None else obj.offset
+            if obj is not None:
+                entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
+                entry.part(shard, obj.nbytes).filling = number
+                slots.append(Slot(entry, shard, obj))
+        if slots:
+            self.reservations[number] = slots
+        if len(slots) < len(new):
+            self._metrics.inc("lmkv_dropped_stores_total", len(new) - len(slots), reason="no_room")
+        return p.Reserved(
+            number if slots else 0,
+            tuple([offsets.pop(frame.digest, p.PRESENT) for frame in message.frames]),
+            tuple([frame.pages * page_bytes for frame in message.frames]),
+        )
 
     def _commit(self, message: p.Commit) -> None:
         slots = self.reservations.pop(message.reservation, [])
@@ -302,6 +282,18 @@ class Session:
             for tail in entry.namespace.shorter(entry):
                 if entry.ready and not tail.holds and tail.pinned_until <= time.monotonic():
                     self._stack.remove(tail)
+
+
+def _covered(namespace: NamespaceIndex, shard: int, frame: p.NewFrame) -> bool:
+    """The frame is there or being filled; or it is a tail, and a longer frame has all of it."""
+    entry = namespace.entries.get(frame.digest)
+    part = None if entry is None else entry.shards.get(shard)
+    if part is not None and (part.present or part.filling):
+        return True
+    return frame.pages < namespace.chunk_pages and any(
+        (held := longer.shards.get(shard)) is not None and held.present
+        for longer in namespace.longer(split_digests(frame.prefixes), frame.digest)
+    )
 
 
 def _nothing(count: int) -> p.Loaded:

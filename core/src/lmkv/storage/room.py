@@ -41,12 +41,23 @@ class Room:
         self._more = asyncio.Event()
 
     def for_store(self, nbytes: int) -> MemoryObject | None:
-        """Memory for a frame to be filled, under the word ``fill``; None when there is none. Never waits."""
-        ram = self._stack.ram
-        short = nbytes + max(0, self.reserve - self._pool.passing_bytes) - self._pool.free_bytes
-        if ram is not None:
-            short = max(short, ram.shortfall(nbytes + self.filling))
-        return self._allocate(nbytes, "fill", short, passing=False)
+        """Memory for a frame to be filled, under the word ``fill``; None when there is none. Never waits.
+
+        It is the caller's to count it as `filling`.
+        """
+        return self._allocate(nbytes, "fill", self._short(nbytes), passing=False)
+
+    def for_stores(self, sizes: Sequence[int]) -> list[MemoryObject | None]:
+        """As `for_store` for each in turn, all of which is counted as `filling`."""
+        objects: list[MemoryObject | None] = []
+        if self._short(sum(sizes)) <= 0:
+            objects += self._pool.allocate_all(sizes, "fill")
+            self.filling += sum([obj.nbytes for obj in objects if obj is not None])
+        for nbytes in sizes[len(objects) :]:
+            obj = self.for_store(nbytes)
+            objects.append(obj)
+            self.filling += nbytes if obj is not None else 0
+        return objects
 
     def for_load(self, nbytes: int, *, urgent: bool = False, most: int | None = None) -> MemoryObject | None:
         """Memory for a load, under the word ``load``; None when there is none now. Never waits.
@@ -121,6 +132,12 @@ class Room:
             part.staged.release("staged")
             part.staged = None
             del self._staged[part]
+
+    def _short(self, nbytes: int) -> int:
+        """Bytes that must go before `nbytes` more can be filled; 0 or less: there is room for them."""
+        pool, ram = self._pool, self._stack.ram
+        short = nbytes + max(0, self.reserve - pool.passing_bytes) - pool.free_bytes
+        return short if ram is None else max(short, ram.shortfall(nbytes + self.filling))
 
     def _allocate(self, nbytes: int, owner: str, short: int, *, passing: bool) -> MemoryObject | None:
         """With `short` bytes evicted before, if that many are free to go."""
