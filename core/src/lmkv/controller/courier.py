@@ -1,0 +1,123 @@
+"""Commands to nodes, and what comes of them, over lost connections and restarts of either side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from lmkv.agent import messages as m
+from lmkv.errors import ClosedError, LmkvError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lmkv.agent.messages import Progress
+    from lmkv.controller.fleet import Fleet
+    from lmkv.controller.records import Command
+    from lmkv.controller.roster import NodeRecord
+
+log = logging.getLogger("lmkv.controller")
+
+ENDED: Final = frozenset({m.DONE, m.FAILED, m.CANCELLED})
+AGAIN_SECONDS: Final = 0.5
+"""Between two tries to reach a node that is away."""
+ASK_SECONDS: Final = 5.0
+"""A command of which nothing was heard for so long is sent again: the node answers with how far it is."""
+
+
+class Call:
+    """One command that is under way at a node. `progress` is the last that the node said about it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.progress = m.Progress(name, 0, 0)
+        self.cancelled = False
+        self._news = asyncio.Event()
+
+    def cancel(self) -> None:
+        """Have the node stop after what is under way."""
+        self.cancelled = True
+        self._news.set()
+
+    def hear(self, progress: Progress) -> None:
+        """The node says how far it is."""
+        if self.progress.state not in ENDED:
+            self.progress = progress
+            self._news.set()
+
+    async def news(self, seconds: float) -> bool:
+        """Wait for progress, or for the wish to cancel; False: there was none within `seconds`."""
+        try:
+            await asyncio.wait_for(self._news.wait(), seconds)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            return False
+        self._news.clear()
+        return True
+
+
+class Courier:
+    """Carries commands to nodes. On the controller's loop."""
+
+    def __init__(self, fleet: Fleet, step_timeout: float) -> None:
+        self._fleet = fleet
+        self._timeout = step_timeout
+        self._calls: dict[tuple[str, str], Call] = {}
+        fleet.listen(self._hear)
+
+    def _hear(self, node: str, progress: Progress) -> None:
+        call = self._calls.get((node, progress.job))
+        if call is not None:
+            call.hear(progress)
+
+    async def record(self, node: str) -> NodeRecord | None:
+        """The node, if it is registered now."""
+        return (await self._fleet.nodes()).get(node)
+
+    async def run(self, node: str, name: str, command: Command, watch: Callable[[Call], None]) -> Progress:
+        """Have a command carried out; returns the node's last word about it, whatever that is.
+
+        A node does a command once for its name, so that it can be sent again after any silence. A node that has
+        started anew does it again; all commands may be done twice.
+
+        Args:
+            node: name of the node.
+            name: of the command, never used for another one.
+            command: what to do.
+            watch: is given the call, to look at its progress and to cancel it.
+
+        Raises:
+            LmkvError: (kind ``away``) the node did not come back, or said nothing, for too long.
+        """
+        call = Call(name)
+        self._calls[node, name] = call
+        watch(call)
+        try:
+            return await self._run(node, call, command)
+        finally:
+            del self._calls[node, name]
+
+    async def _run(self, node: str, call: Call, command: Command) -> Progress:
+        now = asyncio.get_running_loop().time
+        until = now() + self._timeout
+        while call.progress.state not in ENDED:
+            cancelling = call.cancelled
+            sent = await self._try(node, m.Cancel(call.name) if cancelling else m.Do(call.name, command))
+            # As long as it goes on telling there is nothing to say to it, unless somebody wants an end.
+            while call.progress.state not in ENDED and await call.news(ASK_SECONDS if sent else AGAIN_SECONDS):
+                until = now() + self._timeout
+                if call.cancelled and not cancelling:
+                    break
+            if now() > until:
+                await self._try(node, m.Cancel(call.name))
+                raise LmkvError(f"node {node!r} said nothing for {self._timeout:g} s", kind="away", retryable=True)
+        return call.progress
+
+    async def _try(self, node: str, message: m.Do | m.Cancel) -> bool:
+        """Whether the message is on its way."""
+        try:
+            await self._fleet.send(node, message)
+        except (ClosedError, LmkvError) as error:
+            log.debug("%s for node %s is not sent: %s", type(message).__name__, node, error)
+            return False
+        return True
