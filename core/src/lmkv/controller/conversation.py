@@ -254,7 +254,7 @@ def _refusal(message: m.Register, timeout: float) -> m.Refused | None:
     named = all(0 < len(name) <= MAX_NAME and name.isprintable() for name in (message.node, *tiers))
     few = len(message.namespaces) <= MAX_NAMESPACES and len(message.endpoints) <= MAX_ENDPOINTS
     slow = (
-        f"would send a heartbeat every {message.heartbeat:g} s, but this controller drops a node after {timeout:g} s of "
+        f"would send a heartbeat every {message.heartbeat:g} s, but this controller drops one after {timeout:g} s of "
         "silence: set controller.heartbeat of the node well below that, or start the controller with a longer --timeout"
     )
     checks = (
