@@ -112,7 +112,7 @@ class Events(Message, frozen=True):
 class Page(Message, frozen=True):
     """A part of all that lies in the node's own tiers: one tier, one namespace. Number 0 begins the epoch.
 
-    An empty node sends one page without digests (`namespace` empty, `tier` 0).
+    The last page of an epoch, of an empty node the only one, has no digests (`namespace` empty, `tier` 0).
     """
 
     epoch: int
@@ -278,6 +278,11 @@ def encode(message: Message) -> bytes:
     if len(body) > MAX_MESSAGE:
         raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes; the limit is {MAX_MESSAGE}")
     return body
+
+
+def command_bytes(command: Command) -> bytes:
+    """A command alone, for comparing two."""
+    return _encode(command)
 
 
 def decode_from_node(body: bytes | str) -> FromNode:
