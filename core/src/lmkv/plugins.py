@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CORE_MODULES: Final = ("lmkv.builtin", "lmkv.peer.plugin")
 """The core's own plugins: they enter by the same hooks as everybody's."""
-CORE_COMMANDS: Final = ("plugins", "check", "schema", "serve")
+CORE_COMMANDS: Final = ("plugins", "check", "schema", "serve", "controller")
 """Verbs of the command line that no plugin gets: they work whatever is installed."""
 
 Spec = TypeVar("Spec", BackendSpec, CodecSpec, CommandSpec, PolicySpec, TransportSpec)

@@ -1,4 +1,4 @@
-"""The command `lmkv`: plugins, check, schema, serve, and the verbs that plugins add.
+"""The command `lmkv`: plugins, check, schema, serve, controller, and the verbs that plugins add.
 
 Exit codes: 0 all is well; 1 something that was asked about is not (a tier that does not answer); 2 the user must change
 something (configuration, arguments). A user's mistake is one message, never a traceback.
@@ -84,6 +84,10 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argpa
     serve.add_argument("--config", metavar="FILE", help="YAML file (default: the one LMKV_CONFIG names, or none)")
     serve.add_argument("--socket", metavar="PATH", help="path of the unix socket (default: service.socket)")
     serve.set_defaults(verb=_serve)
+
+    controller = verbs.add_parser("controller", help="run the fleet's controller until SIGTERM or SIGINT")
+    _controller_arguments(controller)
+    controller.set_defaults(verb=_controller)
     return parser, verbs
 
 
@@ -119,3 +123,15 @@ def _serve(options: argparse.Namespace) -> int:
     from lmkv.cli import serve  # noqa: PLC0415
 
     return serve.run(options.config, options.socket)
+
+
+def _controller_arguments(parser: argparse.ArgumentParser) -> None:
+    from lmkv.cli import controller  # noqa: PLC0415
+
+    controller.add_arguments(parser)
+
+
+def _controller(options: argparse.Namespace) -> int:
+    from lmkv.cli import controller  # noqa: PLC0415
+
+    return controller.run(options)

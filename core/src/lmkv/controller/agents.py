@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -13,6 +13,8 @@ from lmkv.agent import messages as m
 from lmkv.errors import ClosedError, LmkvError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmkv.controller.conversation import AgentConversation
     from lmkv.controller.fleet import Fleet
 
@@ -60,7 +62,7 @@ class AgentConnection:
             await self._stop(tasks)
             await self._conversation.ended()
 
-    async def _stop(self, tasks: list[asyncio.Future[object]]) -> None:
+    async def _stop(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

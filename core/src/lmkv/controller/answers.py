@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lmkv.controller import models as b
 from lmkv.controller.records import DONE, FAILED, WAITING
@@ -60,7 +60,7 @@ def job_answer(job: Job, *, every: bool = False) -> b.JobAnswer:
     return b.JobAnswer(
         id=job.id,
         verb=job.plan.verb,
-        state=job.state,  # type: ignore[arg-type]  one of records' words
+        state=job.state,
         created=job.plan.created,
         started=job.started,
         ended=job.ended,
@@ -80,18 +80,17 @@ def _chunks(job: Job, *, every: bool) -> list[b.ChunkResult]:
     for index, call in job.calls.items():
         work = job.plan.works[index]
         failures |= {(work.namespace, bytes.fromhex(k), work.node): text for k, text in call.progress.failed.items()}
-    places = dict.fromkeys(failures, FAILED)
+    places: dict[tuple[bytes, bytes, str], Literal["waiting", "done", "failed"]] = dict.fromkeys(failures, FAILED)
     if every:
         for index, work in enumerate(job.plan.works):
-            state = DONE if index in job.worked else WAITING
             for digest in split_digests(work.digests):
-                places.setdefault((work.namespace, digest, work.node), state)
+                places.setdefault((work.namespace, digest, work.node), DONE if index in job.worked else WAITING)
     return [
         b.ChunkResult(
             namespace=namespace.hex(),
             digest=digest.hex(),
             node=node,
-            state=state,  # type: ignore[arg-type]  one of records' words
+            state=state,
             reason=failures.get((namespace, digest, node)),
         )
         for (namespace, digest, node), state in places.items()

@@ -12,12 +12,11 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
 
 _Base: Any = AutoHTTPProtocol
 
 
-class Connection(_Base):  # type: ignore[misc]  one of several classes, by what is installed
+class Connection(_Base):  # type: ignore[misc]  # one of several classes, by what is installed
     """One connection."""
 
     def __init__(self, *arguments: Any, head_seconds: float, **named: Any) -> None:
@@ -62,6 +61,6 @@ class Connection(_Base):  # type: ignore[misc]  one of several classes, by what 
             self.transport.abort()
 
 
-def protocol(head_seconds: float) -> Callable[..., Any]:
+def protocol(head_seconds: float) -> Any:
     """What makes a connection's protocol for uvicorn; `head_seconds`: time for the head of a request to arrive."""
     return partial(Connection, head_seconds=head_seconds)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lmkv.controller.courier import Call
     from lmkv.controller.execution import Execution
     from lmkv.controller.journal import Journal
+    from lmkv.controller.records import State
+    from lmkv.observe.metrics import Metrics
 
 log = logging.getLogger("lmkv.controller")
 
@@ -49,7 +51,7 @@ class Job:
     def __init__(self, identity: str, plan: Plan) -> None:
         self.id = identity
         self.plan = plan
-        self.state = WAITING
+        self.state: State = WAITING
         self.attempt = 0
         self.started: float | None = None
         self.ended: float | None = None
@@ -126,9 +128,10 @@ class Job:
 class Jobs:
     """All jobs of a controller. On the controller's loop."""
 
-    def __init__(self, journal: Journal, execution: Execution) -> None:
+    def __init__(self, journal: Journal, execution: Execution, metrics: Metrics) -> None:
         self.journal = journal
         self._execution = execution
+        self._metrics = metrics
         self._jobs: dict[str, Job] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
@@ -239,6 +242,7 @@ class Jobs:
                 await self._execution.run(job, lambda event: self._add(job, event))
             await self._add(job, Ended(_verdict(job), time.time()))
             log.info("job %s: %s", job.id, job.state)
+            self._metrics.inc("lmkv_controller_jobs_total", verb=job.plan.verb, state=job.state)
         except LmkvError as error:
             # Only the journal raises here. What is not written down is done again by whoever adopts the job.
             log.warning("job %s: stopped, to be gone on with: %s", job.id, error, extra={"key": ("journal", job.id)})
@@ -274,7 +278,7 @@ class Jobs:
             await self.journal.forget(identity)
 
 
-def _verdict(job: Job) -> str:
+def _verdict(job: Job) -> State:
     if job.cancelled and len(job.worked) < len(job.plan.works):
         return CANCELLED
     return FAILED if job.error else DONE

@@ -144,7 +144,7 @@ class FileJournal(Journal):
 
     async def open(self) -> dict[str, list[Event]]:
         """See `Journal.open`."""
-        jobs = await asyncio.to_thread(self._open)
+        jobs = await asyncio.to_thread(self._recall)
         for job, events in jobs.items():
             self._jobs[job] = events
             if not isinstance(events[-1], Ended):
@@ -189,7 +189,7 @@ class FileJournal(Journal):
             file.truncate(at)
             raise
 
-    def _open(self) -> dict[str, list[Event]]:
+    def _recall(self) -> dict[str, list[Event]]:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("ab+", buffering=0)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lmkv.controller.records import State
+
 MAX_TOKENS: Final = 4 << 20
 MAX_CHUNKS: Final = 1 << 16
 MAX_MEDIA: Final = 4096
@@ -248,7 +250,7 @@ class JobAnswer(Model):
 
     id: str
     verb: str
-    state: Literal["waiting", "running", "done", "failed", "cancelled"]
+    state: State
     created: float = Field(description="Seconds since 1970, as the rest.")
     started: float | None
     ended: float | None

@@ -43,7 +43,8 @@ class Parts:
         self.metrics = Metrics({"instance": label_value(f"{socket.gethostname()}:{os.getpid()}")})
         directory, roster, journal = _kept(settings)
         self.fleet = Fleet(directory, roster)
-        self.jobs = Jobs(journal, Execution(self.fleet, Courier(self.fleet, settings.step_timeout)))
+        execution = Execution(self.fleet, Courier(self.fleet, settings.step_timeout))
+        self.jobs = Jobs(journal, execution, self.metrics)
         self.planner = Planner(self.fleet)
 
     async def start(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -18,12 +18,13 @@ from lmkv.agent.messages import (
 from lmkv.errors import ProtocolError
 from lmkv.types import DIGEST_BYTES
 
+State: TypeAlias = Literal["waiting", "running", "done", "failed", "cancelled"]
 WAITING: Final = "waiting"
 RUNNING: Final = "running"
 DONE: Final = "done"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
-ENDED: Final = frozenset({DONE, FAILED, CANCELLED})
+ENDED: Final[frozenset[State]] = frozenset({DONE, FAILED, CANCELLED})
 
 Command: TypeAlias = PinChunks | UnpinChunks | Fetch | Drop | Shift | RecodeChunks | ClearTier
 
@@ -135,7 +136,7 @@ class Worked(msgspec.Struct, frozen=True, tag="worked"):
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The job is over."""
 
-    state: str
+    state: State
     at: float
     error: str = ""
     """Why, where no work says so."""

@@ -104,7 +104,7 @@ class ControllerServer:
                 failed.append(error)
                 raise
 
-        self.parts.start = noted  # type: ignore[method-assign]  uvicorn itself says only that the lifespan failed
+        self.parts.start = noted  # type: ignore[method-assign]  # uvicorn itself says only that it failed
         with contextlib.suppress(SystemExit):
             await self._server.serve([self._socket])
 

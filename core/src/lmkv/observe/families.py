@@ -122,6 +122,26 @@ FAMILIES: Final = (
     Family("lmkv_leases", "gauge", "Leases held now."),
     Family("lmkv_pins", "gauge", "Pins held now."),
     Family("lmkv_sessions", "gauge", "Clients connected now."),
+    Family(
+        "lmkv_controller_requests_total",
+        "counter",
+        "Requests to the controller, by route and HTTP status.",
+        ("verb", "status"),
+    ),
+    Family(
+        "lmkv_controller_request_seconds",
+        "histogram",
+        "Seconds of one request, without a wait for its job that it asked for.",
+        ("verb",),
+    ),
+    Family("lmkv_controller_lookup_tokens_total", "counter", "Tokens that look-ups gave; those by digests count none."),
+    Family("lmkv_controller_hit_tokens_total", "counter", "Tokens that the best node had, by look-up."),
+    Family("lmkv_controller_jobs_total", "counter", "Jobs that are over.", ("verb", "state")),
+    Family("lmkv_controller_open_jobs", "gauge", "Jobs that this controller runs now."),
+    Family("lmkv_controller_nodes", "gauge", "Nodes that are registered, by state.", ("state",)),
+    Family("lmkv_controller_directory_entries", "gauge", "Chunks of which the directory knows a place."),
+    Family("lmkv_controller_directory_bytes", "gauge", "Bytes that it takes for them; 0: not known."),
+    Family("lmkv_controller_fleet_total", "counter", "What agents did and told, by what.", ("what",)),
 )
 """In the order of the documentation."""
 
