@@ -122,7 +122,9 @@ class MemoryDirectory(Directory):
     async def _store(self, node: str, namespace: bytes, tier: int, digests: bytes) -> None:
         async for part in _steps(digests):
             # Looked up anew in each step: others were at work meanwhile.
-            table = self._tables.setdefault(namespace, DigestTable())
+            table = self._tables.get(namespace)
+            if table is None:
+                table = self._tables[namespace] = DigestTable()
             rows = table.rows(table.keys(part))
             table.write(rows, self._sets.changed(table.read(rows), add=(self._place(node, tier),)))
 

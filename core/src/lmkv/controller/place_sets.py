@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -45,17 +46,16 @@ class PlaceSets:
 
     def changed(self, before: Numbers, add: Collection[int] = (), drop: Collection[int] = ()) -> Numbers:
         """The sets of rows that were in the sets `before`, once `drop` was taken out and `add` put in."""
-        sets, inverse, counts = np.unique(before, return_inverse=True, return_counts=True)
+        numbers = before.tolist()
         out = self.gone.union(drop)
-        after = []
-        for number, count in zip(sets.tolist(), counts.tolist(), strict=True):
-            other = self._number(tuple(sorted({*self.content[number]} - out | {*add})))
+        after = {}
+        for number, count in Counter(numbers).items():
+            other = after[number] = self._number(tuple(sorted({*self.content[number]} - out | {*add})))
             self._rows[number] -= count
             self._rows[other] += count
             self._idle.add(number)
-            after.append(other)
         self._let_go()
-        return np.array(after, np.uint32)[inverse]
+        return np.array([after[number] for number in numbers], np.uint32)
 
     def begin(self) -> None:
         """Begin a purge of the places that have gone until now."""
