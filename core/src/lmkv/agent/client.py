@@ -121,7 +121,7 @@ class Agent:
             log.warning("no controller: %s; trying again, everything local goes on", fault, extra={"key": "controller"})
         self.connected = False
         self.fault = fault
-        self._manager.metrics.set("lmkv_controller_connected", 0)
+        self._manager.metrics.set("lmkv_agent_connected", 0)
 
     async def _converse(self, url: str) -> None:
         """One connection, from its beginning to its end."""
@@ -193,7 +193,7 @@ class Agent:
     def _connected(self, url: str) -> None:
         self.connected, self.fault = True, ""
         self._again, self._pause = 0.0, RETRY_FIRST
-        self._manager.metrics.set("lmkv_controller_connected", 1)
+        self._manager.metrics.set("lmkv_agent_connected", 1)
         log.info("registered with the controller %s as node %s", url, self._node.name)
 
     # --- from the controller -----------------------------------------------------------------------------------------
@@ -252,12 +252,12 @@ class Agent:
 
     def _count(self, kind: str, *blobs: bytes) -> None:
         digests = sum(map(len, blobs)) // DIGEST_BYTES
-        self._manager.metrics.inc("lmkv_controller_digests_total", digests, kind=kind)
+        self._manager.metrics.inc("lmkv_agent_digests_total", digests, kind=kind)
 
     def _renew(self, now: float) -> None:
         """Begin another epoch; the next one not too soon, if the controller can't take so much."""
         log.info("telling the controller anew what lies here: %s", self._outbox.stale)
-        self._manager.metrics.inc("lmkv_controller_resyncs_total")
+        self._manager.metrics.inc("lmkv_agent_resyncs_total")
         self._outbox.renew()
         self._outbox.begin()
         self._pause = min(2 * self._pause, AGAIN_MOST)

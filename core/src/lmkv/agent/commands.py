@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from lmkv.agent.jobs import Job
-    from lmkv.peer.link import Peers
+    from lmkv.peer.peers import Peers
     from lmkv.storage.index import Entry
     from lmkv.storage.manager import StorageManager
     from lmkv.storage.tier import Tier

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lmkv.agent.messages import Fetch
     from lmkv.frame import Trailer
     from lmkv.memory import MemoryObject
-    from lmkv.peer.link import Peers
+    from lmkv.peer.peers import Peers
     from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.manager import StorageManager
     from lmkv.storage.tier import Tier
@@ -156,6 +156,9 @@ class Fetcher:
         """One chunk whose frames have come: into the index, into the tier, under its pin."""
         first = frames[0][1]
         entry = order.namespace.add(first.key.digest, first.parent, first.pages, b"".join(first.prefixes))
+        if entry.pages != first.pages:
+            order.job.fail(entry.digest, f"it came as {first.pages} pages, and has {entry.pages} here")
+            return
         entry.hold()
         try:
             for obj, trailer in frames:

@@ -201,7 +201,7 @@ class Jobs:
     def _end(self, job: Job, state: str) -> None:
         kind = type(job.command).__name__
         job.state, job.command, job.dirty = state, None, True
-        self._metrics.inc("lmkv_controller_jobs_total", command=kind, state=state)
+        self._metrics.inc("lmkv_agent_jobs_total", command=kind, state=state)
         self._failures += len(job.failed)
         self._jobs.move_to_end(job.name)
         self._forget()

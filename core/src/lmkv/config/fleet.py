@@ -110,7 +110,9 @@ class EventsConfig(Model):
     replay: Annotated[str | None, BeforeValidator(_bound)] = Field(
         default=None, description="Address, as `publish`, where subscribers ask for batches that they have missed."
     )
-    topic: str = Field(default="", max_length=256, description="Topic of the messages.")
+    topic: str = Field(
+        default="", max_length=256, description="Topic of the messages; `{model}` in it stands for the model's name."
+    )
     steps: Count = Field(default=1000, description="Batches that are kept for those who missed them.")
 
     @property
@@ -121,9 +123,12 @@ class EventsConfig(Model):
 
 def controller_faults(controller: ControllerConfig) -> Iterator[tuple[Path, str]]:
     """What no single setting of the section can tell."""
+    token = controller.token.get_secret_value()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        yield ("controller", "token"), "is made of printable ASCII characters without spaces"
     for url in controller.url:
         parts = urlsplit(url)
-        if loopback(parts.hostname or "") is None and not controller.token.get_secret_value():
+        if loopback(parts.hostname or "") is None and not token:
             yield ("controller", "token"), f"is required: {url} is not on a loopback address"
             break
     if controller.ca is not None and not any(url.startswith("wss:") for url in controller.url):

@@ -122,6 +122,17 @@ FAMILIES: Final = (
     Family("lmkv_leases", "gauge", "Leases held now."),
     Family("lmkv_pins", "gauge", "Pins held now."),
     Family("lmkv_sessions", "gauge", "Clients connected now."),
+    Family("lmkv_agent_connected", "gauge", "1 while a controller has this node registered."),
+    Family(
+        "lmkv_agent_digests_total",
+        "counter",
+        "Digests told to the controller: as an `event`, or on a `page` of all that is there.",
+        ("kind",),
+    ),
+    Family("lmkv_agent_resyncs_total", "counter", "Times that a connected controller was told everything anew."),
+    Family("lmkv_agent_jobs_total", "counter", "Jobs of the controller that ended.", ("command", "state")),
+    Family("lmkv_kv_events_total", "counter", "KV events published, by their kind.", ("kind",)),
+    Family("lmkv_kv_event_listings_total", "counter", "Times that everything was published anew."),
     Family(
         "lmkv_controller_requests_total",
         "counter",
