@@ -138,7 +138,8 @@ class Fetcher:
         if not objects:
             return []
         link = self._peers.link(peer)
-        pull = link.pull(list(objects), list(objects.values()), time.monotonic() + PULL_SECONDS)
+        until = time.monotonic() + PULL_SECONDS
+        pull = link.pull(list(objects), list(objects.values()), until, bring=True)
         for obj in objects.values():
             obj.retain("pull")
         pulling = asyncio.wrap_future(self._peers.submit(pull))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import socket
 from typing import TYPE_CHECKING
 
+from lmkv.agent.client import Node
+from lmkv.agent.reports import Reports
 from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service.session import Session
 from lmkv.storage.manager import StorageManager
@@ -39,6 +43,7 @@ class NodeStorage:
         self.asks = any(tier.shared for tier in manager.stack.tiers)
         self.metrics = manager.metrics
         self._clients = Clients(manager.metrics)
+        self._reports: Reports | None = None
 
     @classmethod
     async def start(cls, config: Config, host: PluginHost, metrics: Metrics) -> NodeStorage:
@@ -53,12 +58,37 @@ class NodeStorage:
             from lmkv.observe.http import serve_metrics  # noqa: PLC0415  only where a page is wanted
 
             page = serve_metrics(metrics, config.metrics.host, config.metrics.port)
+        manager: StorageManager | None = None
         try:
-            return cls(config, await StorageManager.start(config, host, metrics), page)
+            manager = await StorageManager.start(config, host, metrics)
+            storage = cls(config, manager, page)
+            storage._reports = await Reports.start(config, manager, storage._facts(host))
         except BaseException:
+            if manager is not None:
+                await manager.close(1.0)
             if page is not None:
                 page.close()
             raise
+        return storage
+
+    def _facts(self, host: PluginHost) -> Node:
+        """What the controller is told of this node."""
+        name = self.config.peer.node or f"{socket.gethostname()}:{os.getpid()}"
+        backends = tuple(tier.backend for tier in self.config.tiers)
+        return Node(
+            name=name,
+            incarnation=self.incarnation,
+            backends=backends,
+            codecs=tuple(sorted(host.codecs)),
+            endpoints=self._endpoints,
+        )
+
+    def _endpoints(self) -> dict[str, str]:
+        found = {} if self.page is None else {"metrics": self.page.url}
+        publisher = None if self._reports is None else self._reports.publisher
+        if publisher is not None and publisher.endpoints:
+            found["kv-events"] = publisher.endpoints[0]
+        return found
 
     def open_session(self, name: str, who: Who = NOBODY) -> Session:
         """A client has come, who counts as `who`; the host closes its session when it has gone."""
@@ -69,4 +99,6 @@ class NodeStorage:
         page, self.page = self.page, None
         if page is not None:
             await asyncio.to_thread(page.close)
+        if self._reports is not None:
+            await self._reports.close()
         await self.manager.close(deadline)
