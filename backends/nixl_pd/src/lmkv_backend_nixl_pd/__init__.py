@@ -1,0 +1,1 @@
+"""Prefill → decode transfer over NIXL, and the proxy before the engines."""
