@@ -41,6 +41,8 @@ log = logging.getLogger("lmkv.controller")
 
 OPEN_MAX: Final = 256
 """Jobs that are not over, at most: more are refused until one is."""
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at a job that another controller runs."""
 KEEP_SECONDS: Final = 2.0
 """Between two looks at what other controllers have left, or want."""
 
@@ -182,6 +184,16 @@ class Jobs:
         job = self._jobs.get(identity)
         if job is None and (events := await self.journal.read(identity)) and isinstance(events[0], Plan):
             job = Job.replay(identity, events)
+        return job
+
+    async def wait(self, job: Job, seconds: float) -> Job:
+        """The job once it is over, or as it is after so long."""
+        until = asyncio.get_running_loop().time() + seconds
+        while job.state not in ENDED and (left := until - asyncio.get_running_loop().time()) > 0:
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+                await asyncio.wait_for(job.over.wait(), min(left, LOOK_SECONDS))
+            # Another controller may run it, or have taken it over.
+            job = await self.get(job.id) or job
         return job
 
     async def recent(self, count: int) -> list[Job]:

@@ -187,7 +187,7 @@ class RedisJournal(Journal):
         try:
             for namespace in sorted(namespaces):
                 name = f"{PREFIX}moving:{namespace.hex()}"
-                while not await self._lock(name, token):
+                while not await self._lock(name, token):  # noqa: ASYNC110  it is freed in another process
                     await asyncio.sleep(_AGAIN_SECONDS)
                 self._locks_held[name] = token
                 taken.append(name)

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: FastAPI reads these annotations.
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
@@ -99,7 +98,7 @@ class Ask:
             made = await plan(self._parts.planner)
             named = msgspec.structs.replace(made, by=self._who.name, key=self._key, fingerprint=fingerprint)
             job = await self._parts.jobs.submit(named)
-        await _over(job, self._wait)
+        job = await self._parts.jobs.wait(job, self._wait)
         self._response.headers["Location"] = f"/v1/jobs/{job.id}"
         if job.state not in ENDED:
             self._response.status_code = 202
@@ -182,8 +181,7 @@ async def job(
     chunks: Every = False,  # noqa: FBT002  a parameter of a URL
 ) -> b.JobAnswer:
     """How far a job is, and how each of its chunks fared."""
-    found = await _job(parts, job)
-    await _over(found, wait)
+    found = await parts.jobs.wait(await _job(parts, job), wait)
     return job_answer(found, every=chunks)
 
 
@@ -192,8 +190,7 @@ async def cancel(parts: PartsOf, job: JobId, wait: Wait = 0) -> b.JobAnswer:
     """Cancel a job: it ends after what is under way. One that is over stays as it is."""
     found = await _job(parts, job)
     await parts.jobs.cancel(found)
-    await _over(found, wait)
-    return job_answer(found)
+    return job_answer(await parts.jobs.wait(found, wait))
 
 
 @router.get("/openapi.json", include_in_schema=False)
@@ -236,15 +233,6 @@ async def agent(socket: WebSocket) -> None:
 
 
 # --- parts of them ---------------------------------------------------------------------------------------------------
-
-
-async def _over(job: Job, seconds: float) -> None:
-    """Wait until a job is over, so long at most."""
-    if seconds and job.state not in ENDED:
-        try:
-            await asyncio.wait_for(job.over.wait(), seconds)
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            return
 
 
 async def _job(parts: Parts, identity: str) -> Job:
