@@ -122,6 +122,28 @@ FAMILIES: Final = (
     Family("lmkv_leases", "gauge", "Leases held now."),
     Family("lmkv_pins", "gauge", "Pins held now."),
     Family("lmkv_sessions", "gauge", "Clients connected now."),
+    Family("lmkv_peer_sessions", "gauge", "Other nodes connected now."),
+    Family(
+        "lmkv_peer_bytes_total",
+        "counter",
+        "Bytes of frames that this node pulled from others or pushed to them.",
+        ("op",),
+    ),
+    Family(
+        "lmkv_peer_served_bytes_total",
+        "counter",
+        "Bytes of frames that others pushed to this node or leased here to read them.",
+        ("way",),
+    ),
+    Family("lmkv_peer_errors_total", "counter", "What went wrong with other nodes.", ("kind",)),
+    Family(
+        "lmkv_peer_expired_total", "counter", "What other nodes held here and did not give back in time.", ("what",)
+    ),
+    Family(
+        "lmkv_peer_quarantined_bytes", "gauge", "Bytes of the pool that nobody holds but another node may still touch."
+    ),
+    Family("lmkv_peer_admitted_bytes", "gauge", "Bytes that transfers to this node have been promised."),
+    Family("lmkv_transfers_total", "counter", "Requests transferred between nodes that have ended.", ("way", "state")),
     Family("lmkv_agent_connected", "gauge", "1 while a controller has this node registered."),
     Family(
         "lmkv_agent_digests_total",

@@ -1,23 +1,39 @@
-"""Peers as seen from here: a link to each, and what is asked over it.
+"""One peer as seen from here: asks it, pulls from its pool, pushes into it.
 
-`Peers` has a loop in a thread of its own, `lmkv-peers`. A `PeerLink` connects when it is first used, shakes hands,
-answers who waits, and connects anew after a failure, a restart of the peer or a silence. Bytes move through the best
-transport that both sides have, in threads.
+A link connects when it is first used, and anew after a failure, a restart of the peer or a silence. Bytes move through
+the best transport that both sides have, in threads; one that fails is not used again until the peer has restarted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from lmkv.errors import ClosedError, LmkvError, ProtocolError
+from lmkv.peer import messages as m
+from lmkv.peer.connection import Connection, open_connection
+from lmkv.peer.threads import to_the_end
+from lmkv.peer.transport import Channel, DeadlineError, Region, TransportError
+from lmkv.types import FAILED, MISS, OK, REJECTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Callable, Sequence
 
     from lmkv.memory import MemoryObject
-    from lmkv.peer import messages as m
+    from lmkv.peer.peers import Means
     from lmkv.types import ChunkKey, Outcome
 
-Result = TypeVar("Result")
+log = logging.getLogger("lmkv.peer")
+
+BACKOFF: Final = 0.2
+"""Seconds after a failed connection in which none is tried; doubled with each failure."""
+BACKOFF_MAX: Final = 5.0
+BATCH_FRAMES: Final = 512
+BATCH_BYTES: Final = 2 << 20
+"""Of page prefixes in one `Reserve`."""
 
 
 class Frame(NamedTuple):
@@ -36,7 +52,7 @@ class PeerLink:
     Every call ends by `until` (time of `time.monotonic`), with an answer or an error; what a call that was too late
     had got from the peer is given back. Errors of all calls:
 
-        ClosedError: the peer is not reachable, has gone, or fell silent.
+        ClosedError: the peer is not reachable, has gone, or (kind ``deadline``) did not answer in time.
         ProtocolError: another version, another key, or no lmkv at all.
         LmkvError: what the peer refused with; kinds as there.
 
@@ -46,73 +62,328 @@ class PeerLink:
         incarnation: of the peer; 0 before the first connection.
     """
 
-    address: str
-    node: str
-    incarnation: int
+    def __init__(self, host: str, port: int, address: str, means: Means) -> None:
+        """For `Peers`."""
+        self.address = address
+        self.node = ""
+        self.incarnation = 0
+        self._host, self._port = host, port
+        self._means = means
+        self._connection: Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._failures = 0
+        self._not_before = 0.0
+        self._last: LmkvError | None = None
+        self._channels: dict[str, Channel] = {}
+        self._barred: set[str] = set()
+        self._opening = asyncio.Lock()
+
+    # --- questions ---------------------------------------------------------------------------------------------------
 
     async def ask(self, request: m.Request, until: float) -> m.Reply:
         """Any request and its answer (never a `PeerRefused`, which is raised)."""
-        raise NotImplementedError
+        return await (await self._connected(until)).ask(request, until)
 
     async def agree(self, namespace_json: str, until: float) -> None:
-        """Check that both sides have the same namespace; `ConfigError` with what differs. Asked once a connection."""
-        raise NotImplementedError
+        """Check that both sides have the same namespace.
 
-    async def has(self, namespace: bytes, digests: Sequence[bytes], until: float) -> tuple[list[bool], float]:
-        """Which chunks the peer has, all shards of them, and how many seconds a pull would wait for its turn."""
-        raise NotImplementedError
+        Asked once a connection.
 
-    async def pull(self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject], until: float) -> list[Outcome]:
+        Raises:
+            ConfigError: they have not (kind ``namespace``; the message names each difference with both values), or no
+                engine of that model is there yet (kind ``no-namespace``, retryable).
+        """
+        connection = await self._connected(until)
+        if namespace_json not in connection.agreed:
+            await connection.ask(m.Agree(namespace_json), until)
+            connection.agreed.add(namespace_json)
+
+    async def has(
+        self, namespace: bytes, digests: Sequence[bytes], until: float, *, below: bool = False
+    ) -> tuple[list[bool], float]:
+        """Which chunks the peer has in its pool (`below`: or in slower tiers of its own), all shards of them.
+
+        And how many seconds a pull would wait for its turn.
+        """
+        reply = await self._expect(m.Has(namespace, b"".join(digests), below), m.Holds, until)
+        holds = cast("m.Holds", reply)
+        if len(holds.bitmap) != (len(digests) + 7) // 8:
+            raise ProtocolError(f"peer {self.address}: a bitmap of {len(holds.bitmap)} bytes for {len(digests)} chunks")
+        return [bool(holds.bitmap[i >> 3] >> (i & 7) & 1) for i in range(len(digests))], holds.wait
+
+    # --- pull --------------------------------------------------------------------------------------------------------
+
+    async def pull(
+        self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject], until: float, *, bring: bool = False
+    ) -> list[Outcome]:
         """Read frames into memory of the own pool.
 
         One outcome per key: `OK(nbytes)`, `MISS`, or `FAILED` where the memory is too small or the bytes did not come.
         They are *not* verified: the caller does that, as a tier does. Memory is not touched after the return.
-        All keys are of one namespace.
+        All keys are of one namespace. `bring`: also what the peer has in slower tiers only.
         """
-        raise NotImplementedError
+        digests = list(dict.fromkeys(key.digest for key in keys))
+        shards = sorted({key.shard for key in keys})
+        left = max(0.0, until - time.monotonic())
+        lease = m.Lease(keys[0].namespace, b"".join(digests), tuple(shards), left, bring, left)
+        connection = await self._connected(until)
+        leased = await self._expect(lease, m.Leased, until, connection)
+        assert isinstance(leased, m.Leased)
+        try:
+            frames = len(digests) * len(shards)
+            if len(leased.offsets) != frames or len(leased.lengths) != frames:
+                raise ProtocolError(f"peer {self.address}: {len(leased.offsets)} frames for {frames} that were asked")
+            place = {(digest, shard): i * len(shards) + j for i, digest in enumerate(digests)
+                     for j, shard in enumerate(shards)}  # fmt: skip
+            found = [place[key.digest, key.shard] for key in keys]
+            return await self._read([(leased.offsets[i], leased.lengths[i]) for i in found], into, connection, until)
+        finally:
+            if leased.lease:
+                connection.tell(m.Release(leased.lease))
+
+    async def _read(
+        self, places: Sequence[tuple[int, int]], into: Sequence[MemoryObject], connection: Connection, until: float
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = [MISS] * len(places)
+        remote: list[Region] = []
+        local: list[Region] = []
+        for i, ((offset, nbytes), obj) in enumerate(zip(places, into, strict=True)):
+            if offset < 0 or nbytes <= 0:
+                continue
+            if nbytes > obj.nbytes:
+                outcomes[i] = FAILED(ProtocolError(f"a frame of {nbytes} bytes; there is memory for {obj.nbytes}"))
+                continue
+            outcomes[i] = OK(nbytes)
+            remote.append(Region(offset, nbytes))
+            local.append(Region(obj.offset, nbytes))
+        try:
+            await self._move(connection, remote, lambda channel: channel.read(remote, local, until))
+        except TransportError as e:
+            self._count_error(e)
+            return [FAILED(e) if outcome.ok else outcome for outcome in outcomes]
+        self._means.count("pull", sum(region.nbytes for region in local))
+        return outcomes
+
+    # --- push --------------------------------------------------------------------------------------------------------
 
     async def push(self, frames: Sequence[Frame], until: float, *, transfer: str = "") -> list[Outcome]:
         """Write sealed frames into the peer's pool.
 
         One outcome per frame: `OK(nbytes)` (also if the peer has it already), `REJECTED` (no room) or `FAILED`.
         """
-        raise NotImplementedError
+        outcomes: dict[int, Outcome] = {}
+        for batch in _batches(frames):
+            pushed = await self._push([frames[i] for i in batch], until, transfer)
+            outcomes.update(zip(batch, pushed, strict=True))
+        return [outcomes[i] for i in range(len(frames))]
+
+    async def _push(self, frames: Sequence[Frame], until: float, transfer: str) -> list[Outcome]:
+        """Frames of one shard."""
+        heads = tuple(m.NewFrame(f.key.digest, f.parent, f.pages, f.prefixes) for f in frames)
+        connection = await self._connected(until)
+        request = m.Reserve(transfer, frames[0].key.namespace, frames[0].key.shard, heads)
+        reserved = await self._expect(request, m.Reserved, until, connection)
+        assert isinstance(reserved, m.Reserved)
+        until = min(until, time.monotonic() + reserved.seconds)  # nothing is written after it has expired
+        done = True
+        try:
+            if len(reserved.offsets) != len(frames) or len(reserved.lengths) != len(frames):
+                text = f"peer {self.address}: {len(reserved.offsets)} places for {len(frames)} frames"
+                raise ProtocolError(text)  # noqa: TRY301  one clean-up
+            outcomes = [
+                OK(f.object.nbytes) if offset == m.PRESENT else REJECTED
+                for f, offset in zip(frames, reserved.offsets, strict=True)
+            ]
+            wanted = [i for i, offset in enumerate(reserved.offsets) if offset >= 0]
+            if not wanted:
+                return outcomes
+            failed = [n for n, i in enumerate(wanted) if reserved.lengths[i] != frames[i].object.nbytes]
+            going = [i for i in wanted if reserved.lengths[i] == frames[i].object.nbytes]
+            local = [Region(frames[i].object.offset, frames[i].object.nbytes) for i in going]
+            remote = [Region(reserved.offsets[i], reserved.lengths[i]) for i in going]
+            done = False
+            await self._move(connection, remote, lambda channel: channel.write(local, remote, until))
+            done = True
+            asked = m.Commit(reserved.reservation, tuple(failed))
+            committed = await self._expect(asked, m.Committed, until, connection)
+            assert isinstance(committed, m.Committed)
+            if len(committed.outcomes) != len(wanted):
+                text = f"peer {self.address}: {len(committed.outcomes)} outcomes for {len(wanted)} frames"
+                raise ProtocolError(text)  # noqa: TRY301  one clean-up
+            for i, why in zip(wanted, committed.outcomes, strict=True):
+                frame = frames[i]
+                outcomes[i] = FAILED(TransportError(f"peer {self.node}: {why}")) if why else OK(frame.object.nbytes)
+            self._means.count("push", sum(frames[i].object.nbytes for i in going))
+        except TransportError as e:
+            self._count_error(e)
+            self._give_up(connection, reserved, done=done)
+            return [FAILED(e)] * len(frames)
+        except BaseException:
+            self._give_up(connection, reserved, done=done)
+            raise
+        return outcomes
+
+    @staticmethod
+    def _give_up(connection: Connection, reserved: m.Reserved, *, done: bool) -> None:
+        if reserved.reservation:
+            connection.tell(m.Abort(reserved.reservation, done))
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    async def _move(self, connection: Connection, regions: Sequence[Region], work: Callable[[Channel], None]) -> None:
+        """Run `work` with the best channel there is; with the next one if its transport fails."""
+        if not regions:
+            return
+        while True:
+            name, channel = await self._channel(connection)
+            try:
+                await to_the_end(self._means.movers, lambda channel=channel: work(channel))  # type: ignore[misc]
+            except DeadlineError:
+                raise
+            except TransportError as e:
+                await self._drop_channel(name)
+                if not connection.alive or not self._bar(name, e):
+                    raise
+            except Exception as e:  # a plugin's fault is a fault of the transport
+                await self._drop_channel(name)
+                error = TransportError(f"transport {name}: {type(e).__name__}: {e}")
+                if not connection.alive or not self._bar(name, error):
+                    raise error from e
+            else:
+                return
+
+    async def _channel(self, connection: Connection) -> tuple[str, Channel]:
+        """The channel of the best transport that both sides have, opened if need be."""
+        async with self._opening:
+            if connection is not self._connection or not connection.alive:
+                raise TransportError(f"the connection to peer {self.address} has ended")
+            ranked = [n for n in self._means.ranked if n in connection.welcome.transports and n not in self._barred]
+            for name in ranked:
+                if name in self._channels:
+                    return name, self._channels[name]
+                transport, blob = self._means.transports[name], connection.welcome.transports[name]
+                try:
+                    channel = await to_the_end(
+                        self._means.movers,
+                        lambda transport=transport, blob=blob: transport.connect(connection.reach, blob),  # type: ignore[misc]
+                    )
+                except TransportError as e:
+                    if not self._bar(name, e):
+                        raise
+                    continue
+                self._channels[name] = channel
+                return name, channel
+        raise TransportError(f"peer {self.address} has no transport in common with this node")
+
+    def _bar(self, name: str, error: TransportError) -> bool:
+        """Use transport `name` no more with this life of the peer; whether there is another one."""
+        if name == self._means.ranked[-1]:
+            return False
+        if name not in self._barred:
+            self._barred.add(name)
+            log.warning("peer %s: transport %s failed, going on with another: %s", self.node, name, error)
+            self._count_error(error)
+        return True
+
+    async def _drop_channel(self, name: str) -> None:
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            with contextlib.suppress(Exception):
+                await to_the_end(self._means.movers, channel.close)
+
+    # --- connection --------------------------------------------------------------------------------------------------
+
+    async def _expect(
+        self, request: m.Request, kind: type[m.PeerMessage], until: float, connection: Connection | None = None
+    ) -> m.Reply:
+        connection = connection or await self._connected(until)
+        reply = await connection.ask(request, until)
+        if not isinstance(reply, kind):
+            connection.close(f"a {type(reply).__name__} where a {kind.__name__} belongs")
+            raise ProtocolError(f"peer {self.address}: a {type(reply).__name__} where a {kind.__name__} belongs")
+        return reply
+
+    async def _connected(self, until: float) -> Connection:
+        """The connection, made anew if need be; who comes while it is being made waits for it, by `until`."""
+        connection = self._connection
+        if connection is not None and connection.alive:
+            return connection
+        if self._last is not None and time.monotonic() < self._not_before:
+            raise self._last
+        attempt = asyncio.ensure_future(self._connect())
+        self._means.attempts.add(attempt)
+        attempt.add_done_callback(self._means.attempts.discard)
+        done, _ = await asyncio.wait([attempt], timeout=max(0.0, until - time.monotonic()))
+        if not done:
+            attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise ClosedError(f"peer {self.address} is not connected yet", kind="deadline")
+        return attempt.result()
+
+    async def _connect(self) -> Connection:
+        async with self._connecting:
+            if self._connection is not None and self._connection.alive:
+                return self._connection
+            if self._last is not None and time.monotonic() < self._not_before:
+                raise self._last
+            await self._forget_connection()
+            means = self._means
+            if means.closed:
+                raise ClosedError("the links to peers are closed")
+            blobs = {name: transport.advertise() for name, transport in means.transports.items()}
+            try:
+                connection = await open_connection(
+                    self._host, self._port, means.me, blobs, purpose=means.purpose, tls=means.tls
+                )
+            except LmkvError as e:
+                pause = min(BACKOFF_MAX, BACKOFF * 2**self._failures)
+                self._failures += 1
+                self._last, self._not_before = e, time.monotonic() + pause
+                self._count_error(e)
+                raise
+            self._failures, self._last = 0, None
+            self._connection = connection
+            self._meet(connection)
+            return connection
+
+    def _meet(self, connection: Connection) -> None:
+        """See whether it is the peer that we knew."""
+        restarted = self.incarnation not in {0, connection.incarnation}
+        if restarted:
+            log.info("peer %s has restarted", connection.node)
+            self._barred.clear()
+        self.node, self.incarnation = connection.node, connection.incarnation
+        if restarted:
+            self._means.restarted(self.address, connection.incarnation)
+
+    async def _forget_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        for name in list(self._channels):
+            await self._drop_channel(name)
+        if connection is not None:
+            connection.close("the link is closed")
+            await connection.closed()
+
+    def _count_error(self, error: LmkvError) -> None:
+        self._means.count_error(error)
+
+    async def close(self) -> None:
+        """End the connection; who waits gets an error. For `Peers`."""
+        await self._forget_connection()
 
 
-class Peers:
-    """The links of a node, one per address. Thread-safe. Closed with the service.
-
-    Made by the node (`NodeStorage.peers`). For asking only (no bytes), as a proxy does: `Peers.asking(key=…)`.
-    """
-
-    def link(self, address: str) -> PeerLink:
-        """The link to `host:port`, made at the first use; `ConfigError` for what is no address."""
-        raise NotImplementedError
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine of a link and wait for its result: for threads, not for loops."""
-        raise NotImplementedError
-
-    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """The same without waiting; on a loop: ``await asyncio.wrap_future(peers.submit(…))``."""
-        raise NotImplementedError
-
-    def has(self, address: str, namespace: bytes, digests: Sequence[bytes], until: float) -> tuple[list[bool], float]:
-        """As `PeerLink.has`. Blocking."""
-        raise NotImplementedError
-
-    def pull(self, address: str, keys: Sequence[ChunkKey], into: Sequence[MemoryObject], until: float) -> list[Outcome]:
-        """As `PeerLink.pull`. Blocking."""
-        raise NotImplementedError
-
-    def push(self, address: str, frames: Sequence[Frame], until: float, *, transfer: str = "") -> list[Outcome]:
-        """As `PeerLink.push`. Blocking."""
-        raise NotImplementedError
-
-    def on_restart(self, callback: Callable[[str, int], None]) -> None:
-        """Call `callback(address, incarnation)`, on the loop of the peers, when a peer is seen to have restarted."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close all links, end the thread. Idempotent. Blocking, for as long as copies under way take to break off."""
-        raise NotImplementedError
+def _batches(frames: Sequence[Frame]) -> list[list[int]]:
+    """Indices of frames that go into one `Reserve` each: of one namespace and shard, not too many."""
+    batches: list[list[int]] = []
+    open_ones: dict[tuple[bytes, int], list[int]] = {}
+    nbytes: dict[tuple[bytes, int], int] = {}
+    for i, frame in enumerate(frames):
+        of = (frame.key.namespace, frame.key.shard)
+        batch = open_ones.get(of)
+        size = len(frame.prefixes)
+        if batch is None or len(batch) >= BATCH_FRAMES or nbytes[of] + size > BATCH_BYTES:
+            batch = open_ones[of] = []
+            nbytes[of] = 0
+            batches.append(batch)
+        batch.append(i)
+        nbytes[of] += size
+    return batches

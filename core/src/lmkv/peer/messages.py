@@ -136,6 +136,8 @@ class Has(PeerMessage, frozen=True):
 
     namespace: bytes
     digests: bytes
+    below: bool = False
+    """Also those that lie in tiers of the peer below its RAM; else only what is in its pool."""
 
 
 class Holds(PeerMessage, frozen=True):

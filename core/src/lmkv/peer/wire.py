@@ -98,6 +98,15 @@ def error_of(refused: m.PeerRefused, who: str) -> LmkvError:
     return error
 
 
+def prepare(sock: socket.socket) -> None:
+    """Send at once, and notice within half a minute that the other machine has vanished."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
 def open_data(reach: Reach, number: int, until: float) -> socket.socket:
     """A data socket to the peer, past its `DataHello`: for the transport that the core has. Blocking.
 
@@ -116,7 +125,7 @@ def open_data(reach: Reach, number: int, until: float) -> socket.socket:
     sock: socket.socket | None = None
     try:
         sock = socket.create_connection((reach.host, reach.port), timeout=max(0.001, until - time.monotonic()))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(sock)
         sock.sendall(DATA)
         if reach.tls is not None:
             sock.settimeout(max(0.001, until - time.monotonic()))

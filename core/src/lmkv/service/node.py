@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lmkv.agent.client import Node
 from lmkv.agent.reports import Reports
 from lmkv.observe.clients import NOBODY, Clients
+from lmkv.peer.node import PeerNode, wanted
 from lmkv.service.session import Session
 from lmkv.storage.manager import StorageManager
 
@@ -30,6 +31,8 @@ class NodeStorage:
         manager: the storage itself.
         page: the Prometheus page, if the configuration wants one.
         asks: a look-up may have to ask stores that others share.
+        peer: what it has to do with other nodes, if the configuration wants that.
+        name: of this node among others.
         incarnation: a number that no other start of a service has, told to clients, peers and the controller.
     """
 
@@ -43,6 +46,8 @@ class NodeStorage:
         self.asks = any(tier.shared for tier in manager.stack.tiers)
         self.metrics = manager.metrics
         self._clients = Clients(manager.metrics)
+        self.name = config.peer.node or f"{socket.gethostname()}:{os.getpid()}"
+        self.peer: PeerNode | None = None
         self._reports: Reports | None = None
 
     @classmethod
@@ -58,25 +63,28 @@ class NodeStorage:
             from lmkv.observe.http import serve_metrics  # noqa: PLC0415  only where a page is wanted
 
             page = serve_metrics(metrics, config.metrics.host, config.metrics.port)
-        manager: StorageManager | None = None
         try:
-            manager = await StorageManager.start(config, host, metrics)
-            storage = cls(config, manager, page)
-            storage._reports = await Reports.start(config, manager, storage._facts(host))
+            storage = cls(config, await StorageManager.start(config, host, metrics), page)
         except BaseException:
-            if manager is not None:
-                await manager.close(1.0)
             if page is not None:
                 page.close()
+            raise
+        try:
+            if wanted(config.peer, storage.manager) or config.controller.url is not None:
+                storage.peer = await PeerNode.start(
+                    config.peer, storage.manager, host, name=storage.name, incarnation=storage.incarnation
+                )
+            storage._reports = await Reports.start(config, storage.manager, storage._facts(host))
+        except BaseException:
+            await storage.close(1.0)
             raise
         return storage
 
     def _facts(self, host: PluginHost) -> Node:
         """What the controller is told of this node."""
-        name = self.config.peer.node or f"{socket.gethostname()}:{os.getpid()}"
         backends = tuple(tier.backend for tier in self.config.tiers)
         return Node(
-            name=name,
+            name=self.name,
             incarnation=self.incarnation,
             backends=backends,
             codecs=tuple(sorted(host.codecs)),
@@ -85,6 +93,8 @@ class NodeStorage:
 
     def _endpoints(self) -> dict[str, str]:
         found = {} if self.page is None else {"metrics": self.page.url}
+        if self.peer is not None and self.peer.address:
+            found["peer"] = self.peer.address
         publisher = None if self._reports is None else self._reports.publisher
         if publisher is not None and publisher.endpoints:
             found["kv-events"] = publisher.endpoints[0]
@@ -101,4 +111,6 @@ class NodeStorage:
             await asyncio.to_thread(page.close)
         if self._reports is not None:
             await self._reports.close()
+        if self.peer is not None:
+            await self.peer.close()
         await self.manager.close(deadline)

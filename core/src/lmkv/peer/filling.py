@@ -1,0 +1,115 @@
+"""Frames that peers fill: memory for them, the check of what has come, their way into the index.
+
+Lives on the storage loop, except for `inspect`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from lmkv.errors import FrameError, ProtocolError
+from lmkv.frame import frame_bytes, verify
+from lmkv.peer import messages as m
+from lmkv.storage.coding import IDENTITY
+from lmkv.storage.leases import Slot
+from lmkv.types import DIGEST_BYTES, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lmkv.memory import MemoryObject
+    from lmkv.storage.index import NamespaceIndex
+    from lmkv.storage.manager import StorageManager
+
+
+def check_frame(namespace: NamespaceIndex, frame: m.NewFrame) -> None:
+    """Whether a frame can be what it says; `ProtocolError` if not."""
+    if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
+        raise ProtocolError(f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}")
+    if len(frame.prefixes) != (frame.pages - 1) * DIGEST_BYTES or len(frame.parent) not in {0, DIGEST_BYTES}:
+        raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(frame.prefixes)} bytes of page prefixes")
+    entry = namespace.entries.get(frame.digest)
+    if entry is not None and entry.pages != frame.pages:
+        raise ProtocolError(f"a frame of {frame.pages} pages under a digest that names {entry.pages}")
+
+
+def frame_size(namespace: NamespaceIndex, shard: int, pages: int) -> int:
+    """Bytes of a whole frame."""
+    return frame_bytes(pages * namespace.page_bytes[shard], pages - 1)
+
+
+def begin(
+    namespace: NamespaceIndex, shard: int, number: int, frame: m.NewFrame, memory: Callable[[int], MemoryObject | None]
+) -> Slot | int:
+    """Memory for a frame (checked before) of reservation `number`, or `PRESENT`, or `REJECTED`.
+
+    `memory` gives so many bytes under the owner word ``fill``, counted in `Room.filling`, or None.
+    """
+    entry = namespace.entries.get(frame.digest)
+    part = None if entry is None else entry.shards.get(shard)
+    if part is not None and (part.present or part.filling):
+        return m.PRESENT
+    nbytes = frame_size(namespace, shard, frame.pages)
+    obj = memory(nbytes)
+    if obj is None:
+        return m.REJECTED
+    entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
+    entry.part(shard, nbytes).filling = number
+    return Slot(entry, shard, obj)
+
+
+def inspect(slots: Sequence[Slot]) -> list[str]:
+    """What is wrong with each frame, or `COMMITTED`. Reads all of their bytes: in a thread."""
+    return [_wrong(slot) for slot in slots]
+
+
+def _wrong(slot: Slot) -> str:
+    entry, shard, obj = slot
+    try:
+        trailer = verify(obj.view, entry.key(shard))
+    except FrameError as e:
+        return str(e)
+    raw = entry.pages * entry.namespace.page_bytes[shard]
+    for name, came, announced in (
+        ("codec", trailer.codec, IDENTITY),
+        ("pages", trailer.pages, entry.pages),
+        ("payload", trailer.payload_bytes, raw),
+        ("parent", trailer.parent.hex(), entry.parent.hex()),
+        ("page prefixes", b"".join(trailer.prefixes).hex(), entry.packed.hex()),
+    ):
+        if came != announced:
+            return f"frame: it is of {name} {came}, not {announced}"
+    return m.COMMITTED
+
+
+def end(manager: StorageManager, slots: Sequence[Slot], outcomes: Sequence[str]) -> list[str]:
+    """The frames have been filled and verified, or not: into the index with the good ones, out of it with the others.
+
+    The memory of the others stays with the caller, under ``fill``. Returns the outcomes, with what was cleared
+    meanwhile.
+    """
+    stack = manager.stack
+    outcomes = ["cleared" if not why and slot.entry.doomed else why for slot, why in zip(slots, outcomes, strict=True)]
+    for entry, shard, obj in slots:
+        entry.shards[shard].filling = 0
+        stack.room.filling -= obj.nbytes
+    good = [slot for slot, why in zip(slots, outcomes, strict=True) if not why]
+    if good:
+        stack.store(good, sealed=True)
+    for slot in good:
+        _supersede(manager, slot)
+        slot.object.release("fill")
+    for slot, why in zip(slots, outcomes, strict=True):
+        if why:
+            stack.forget_if_gone(slot.entry, slot.shard, MissReason.NEVER_STORED)
+        stack.settle(slot.entry)
+    return outcomes
+
+
+def _supersede(manager: StorageManager, slot: Slot) -> None:
+    """Tails that a whole frame contains are of no more use."""
+    entry = slot.entry
+    for tail in [entry.namespace.entries.get(prefix) for prefix in entry.prefixes]:
+        if tail is not None and entry.ready and not tail.holds and tail.pinned_until <= time.monotonic():
+            manager.stack.remove(tail)

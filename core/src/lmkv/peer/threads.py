@@ -1,0 +1,33 @@
+"""Waiting for what must not be left behind: others get its memory as soon as nobody waits any more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+Result = TypeVar("Result")
+
+
+async def to_the_end(crew: Executor, work: Callable[[], Result]) -> Result:
+    """Run `work` in a thread of `crew` and wait for it, also when the waiting is cancelled."""
+    return await outlast(asyncio.get_running_loop().run_in_executor(crew, work))
+
+
+async def outlast(future: asyncio.Future[Result], hurry: Callable[[], object] = lambda: None) -> Result:
+    """The result of `future`; when this is cancelled: `hurry` is called, and it is waited for all the same."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        hurry()
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:  # once more: it still has to end first
+                continue
+        if not future.cancelled():
+            future.exception()  # looked at, so that nobody complains
+        raise

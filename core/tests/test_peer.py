@@ -1,0 +1,141 @@
+"""Two nodes: pull and push."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from peer_rig import SPACE, Peer, eventually, peer
+from storage_rig import FRAME, Shelf, chain, namespace
+
+from lmkv.errors import ConfigError
+from lmkv.frame import verify
+from lmkv.peer.link import Frame
+from lmkv.types import OutcomeKind
+
+if TYPE_CHECKING:
+    from lmkv.keys import KeyChain
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def frames(node: Peer, keys: KeyChain, shard: int = 0) -> list[Frame]:
+    """Sealed frames of a node, to be pushed; each has to be released under "get"."""
+    from lmkv.frame import seal
+
+    found = []
+    stack = node.manager.stack
+    for key in node.keys(keys, shard):
+        entry = node.manager.index.entry(key)
+        assert entry is not None
+        obj = stack.in_pool(entry, shard)
+        assert obj is not None
+        seal(obj.view, stack.trailer(entry, shard))
+        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
+    return found
+
+
+async def test_pull() -> None:
+    keys, others = chain(range(16)), chain(range(100, 108))
+    async with peer("a") as a, peer("b") as b:
+        b.store(keys)
+        asked = [*b.keys(keys), *b.keys(others)]
+        outcomes, got = await a.pull(b, asked)
+        assert [o.kind for o in outcomes] == [OutcomeKind.OK] * 4 + [OutcomeKind.MISS] * 2
+        for key, data in zip(asked, got, strict=False):
+            trailer = verify(memoryview(data), key)
+            assert b.client is not None
+            assert data[: trailer.raw_bytes] == b.client.payload(key.digest, 0, trailer.raw_bytes).tobytes()
+        await eventually(b.at_rest)
+        assert a.at_rest()
+        assert a.link(b).node == "b"
+        assert a.manager.metrics.value("lmkv_peer_bytes_total", op="pull") == 4 * FRAME
+
+
+async def test_has() -> None:
+    keys, shelf = chain(range(8)), Shelf()
+    async with peer("a") as a, peer("b", ram=2 * FRAME, below=[(shelf, {"capacity": 64 * FRAME})]) as b:
+        b.store(keys)
+        assert b.client is not None
+        await b.client.settled()
+        b.store(chain(range(50, 54)))
+        await b.client.settled()
+        until = time.monotonic() + 10
+        digests = [keys.digests[0], b"x" * 32, keys.digests[1]]
+        has, wait = await a.on(a.link(b).has(SPACE.id, digests, until))
+        below, _ = await a.on(a.link(b).has(SPACE.id, digests, until, below=True))
+        assert below == [True, False, True]
+        assert sum(has) == 1
+        assert wait == 0.0
+        assert (await a.on(a.link(b).has(b"n" * 16, digests, until)))[0] == [False] * 3
+        outcomes, _ = await a.pull(b, b.keys(keys))
+        assert [o.ok for o in outcomes] == [has[0], has[2]]
+        outcomes, _ = await a.pull(b, b.keys(keys), bring=True)
+        assert all(o.ok for o in outcomes)
+        await eventually(b.at_rest)
+
+
+async def test_push() -> None:
+    keys = chain(range(16))
+    async with peer("a") as a, peer("b") as b:
+        a.store(keys)
+        pushed = frames(a, keys)
+        outcomes = await a.on(a.link(b).push(pushed, time.monotonic() + 10))
+        assert all(o.ok for o in outcomes)
+        again = await a.on(a.link(b).push(pushed, time.monotonic() + 10))
+        assert all(o.ok for o in again)
+        for frame in pushed:
+            frame.object.release("get")
+        assert b.client is not None
+        found = await b.client.look_up(keys)
+        assert found.chunks == 4
+        assert await b.client.load(found, keys) == [True] * 4
+        from lmkv.service import protocol as p
+
+        b.client.ask(p.Release(found.lease))
+        await eventually(b.at_rest)
+        assert a.at_rest()
+        assert b.manager.metrics.value("lmkv_peer_served_bytes_total", way="in") == 4 * FRAME
+
+
+async def test_transfer_as_chunks_become_ready() -> None:
+    keys = chain(range(19))  # four chunks and a tail of one page
+    async with peer("a") as a, peer("b") as b:
+        assert a.client is not None
+        assert b.client is not None
+        made = a.client.frames(keys, tail=True)
+        a.client.store(made[:1])
+        digests = [frame.digest for frame in made]
+        a.node.outgoing.send("t1", b.address, SPACE.id, digests, 19, final=True)
+        await eventually(lambda: b.node.incoming.state("t1").frames == 1)
+        assert b.node.incoming.state("t1").state == "open"
+        a.client.store(made[1:3])
+        await eventually(lambda: b.node.incoming.state("t1").frames == 3)
+        a.client.store(made[3:])
+        state = await b.node.incoming.wait("t1", 10)
+        assert (state.state, state.tokens, state.frames) == ("complete", 18, 5)
+        await eventually(lambda: a.node.outgoing.state("t1").state == "complete")
+        found = await b.client.look_up(keys)
+        assert (found.chunks, found.pages) == (4, 1)
+        assert await b.client.load(found, keys) == [True] * 5
+        b.node.incoming.let_go("t1")
+        from lmkv.service import protocol as p
+
+        b.client.ask(p.Release(found.lease))
+        await eventually(b.at_rest)
+        await eventually(a.at_rest)
+
+
+async def test_engines_that_do_not_fit() -> None:
+    other = namespace(shards=2, page_bytes=4000)
+    async with peer("a", space=other) as a, peer("b") as b:
+        with pytest.raises(ConfigError, match="world size") as e:
+            await a.on(a.link(b).agree(other.json(), time.monotonic() + 10))
+        assert e.value.kind == "namespace"
+        assert "2 there, 1 here" in str(e.value)
