@@ -12,11 +12,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from lmkv.errors import ProtocolError
 from lmkv.types import DIGEST_BYTES, NAMESPACE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from lmkv.agent.messages import Change
 
@@ -140,6 +144,25 @@ class Directory(ABC):
 
     async def close(self) -> None:  # noqa: B027  nothing to close in memory
         """Let go of connections. What is known stays in a store that others share."""
+
+
+def placement(groups: Sequence[Iterable[Place]], which: Sequence[int] | NDArray[np.integer]) -> Placement:
+    """The answer for digests, each of which lies in the places of the group that `which` names for it."""
+    members: dict[Place, list[int]] = {}
+    for number, places in enumerate(groups):
+        for place in places:
+            members.setdefault(place, []).append(number)
+    count = len(which)
+    if not members or not count:
+        return Placement(count, ())
+    having = np.zeros((len(members), len(groups)), bool)
+    for row, numbers in zip(having, members.values(), strict=True):
+        row[numbers] = True
+    bits = having[:, which]
+    leading = np.where(bits.all(axis=1), count, bits.argmin(axis=1)).tolist()
+    bitmaps = np.packbits(bits, axis=1, bitorder="little")
+    holdings = (Holding(place, leading[i], bitmaps[i].tobytes()) for i, place in enumerate(members))
+    return Placement(count, tuple(sorted(holdings)))
 
 
 def check_blob(namespace: bytes, digests: bytes) -> int:

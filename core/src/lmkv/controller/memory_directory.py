@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from lmkv.controller.digest_table import DigestTable
-from lmkv.controller.directory import Directory, Holding, Place, Placement, Size, check_blob
+from lmkv.controller.directory import Directory, Place, Placement, Size, check_blob, placement
 from lmkv.controller.place_sets import SET_BYTES, PlaceSets
 from lmkv.types import DIGEST_BYTES
 
@@ -82,21 +82,8 @@ class MemoryDirectory(Directory):
         table = self._tables.get(namespace)
         if table is None or not count:
             return Placement(count, ())
-        sets, inverse = np.unique(table.get(table.keys(digests)), return_inverse=True)
-        members: dict[Place, list[int]] = {}
-        for i, number in enumerate(sets.tolist()):
-            for place in self._sets.content[number]:
-                if place in self._places:
-                    members.setdefault(self._places[place], []).append(i)
-        having = np.zeros((len(members), len(sets)), bool)
-        for row, which in zip(having, members.values(), strict=True):
-            row[which] = True
-        bits = having[:, inverse]
-        leading = np.where(bits.all(axis=1), count, bits.argmin(axis=1)).tolist()
-        bitmaps = np.packbits(bits, axis=1, bitorder="little")
-        return Placement(
-            count, tuple(Holding(place, leading[i], bitmaps[i].tobytes()) for i, place in enumerate(members))
-        )
+        sets, which = np.unique(table.get(table.keys(digests)), return_inverse=True)
+        return placement([self._named(number) for number in sets.tolist()], which)
 
     async def holders(self, namespace: bytes, digests: bytes) -> list[tuple[Place, ...]]:
         """As the contract says."""
