@@ -67,7 +67,7 @@ def FAILED(error: BaseException) -> Outcome:  # noqa: N802  reads like the const
     return Outcome(OutcomeKind.FAILED, 0, error)
 
 
-AT_ONCE: Final = 8
+AT_ONCE: Final = 32
 """Chunks, at most, that a client acquires at once."""
 AT_ONCE_SHARE: Final = 4
 """They are no more than such a part of the pool."""

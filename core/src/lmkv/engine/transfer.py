@@ -116,10 +116,11 @@ class Transfer:
         batch: list[int] = []
         size = 0
         for i, item in enumerate(items):
-            if item.frame.pages <= 0 or len(item.pages) != item.frame.pages:
-                log.warning("store: %d page ids for a frame of %d pages", len(item.pages), item.frame.pages)
+            pages = item.frame.pages
+            if pages <= 0 or len(item.pages) != pages:
+                log.warning("store: %d page ids for a frame of %d pages", len(item.pages), pages)
                 continue
-            nbytes = item.frame.pages * self._page_bytes
+            nbytes = pages * self._page_bytes
             if batch and (size + nbytes > limit or len(batch) == FRAMES_PER_RESERVE):
                 yield batch
                 batch, size = [], 0
@@ -167,16 +168,18 @@ class Transfer:
     ) -> dict[int, CopyJob]:
         """Position in the batch → copy, for every frame that got memory."""
         jobs: dict[int, CopyJob] = {}
-        view = link.pool.view
+        view, page_bytes = link.pool.view, self._page_bytes
+        end = len(view)
         if not len(reserved.offsets) == len(reserved.lengths) == len(batch):
             raise LmkvError(f"asked for {len(batch)} frames, got {len(reserved.offsets)}", kind="protocol")
         for slot, (offset, length) in enumerate(zip(reserved.offsets, reserved.lengths, strict=True)):
             if offset < 0:
                 continue
             item = items[batch[slot]]
-            if length != item.frame.pages * self._page_bytes or offset + length > len(view):
-                raise LmkvError(f"a frame of {item.frame.pages} pages got {length} bytes at {offset}", kind="protocol")
-            jobs[slot] = CopyJob(item.pages, view[offset : offset + length], item.frame.pages)
+            pages = item.frame.pages
+            if length != pages * page_bytes or offset + length > end:
+                raise LmkvError(f"a frame of {pages} pages got {length} bytes at {offset}", kind="protocol")
+            jobs[slot] = CopyJob(item.pages, view[offset : offset + length], pages)
         return jobs
 
     def _gather(self, jobs: dict[int, CopyJob], stream: Any) -> set[int]:
@@ -264,12 +267,7 @@ class Transfer:
     ) -> bool:
         """Copy what came of one acquire; whether it was all."""
         try:
-            jobs: list[CopyJob] = []
-            for i, offset, length in zip(run, loaded.offsets, loaded.lengths, strict=False):
-                job = self._scatter_job(link, items[i], offset, length)
-                if job is None:
-                    break
-                jobs.append(job)
+            jobs = self._scatter_jobs(link, items[run.start : run.stop], loaded)
             if jobs:
                 self.gpu.scatter(jobs, stream=stream, layers=layers)
                 if not link.intact():  # the service may have given the memory to others while we read it
@@ -283,21 +281,23 @@ class Transfer:
         arrived[run.start : run.start + len(jobs)] = [True] * len(jobs)
         return len(jobs) == len(run)
 
-    def _scatter_job(self, link: Connection, item: RetrieveItem, offset: int, length: int) -> CopyJob | None:
-        """The copy for one frame; None when it is not there or is not what was expected."""
-        if offset < 0:
-            return None
-        held, rest = divmod(length, self._page_bytes)
-        if rest or item.frame_pages not in {0, held} or item.first < 0 or item.first + len(item.pages) > held:
-            log.warning(
-                "retrieve: a frame of %d bytes does not hold pages %d to %d of %d",
-                length, item.first, item.first + len(item.pages), item.frame_pages,
-            )  # fmt: skip
-            return None
-        view = link.pool.view
-        if offset + length > len(view):
-            return None
-        return CopyJob(item.pages, view[offset : offset + length], held, item.first)
+    def _scatter_jobs(self, link: Connection, items: Sequence[RetrieveItem], loaded: Loaded) -> list[CopyJob]:
+        """Copies for the leading frames that are there and are what was expected."""
+        view, page_bytes = link.pool.view, self._page_bytes
+        end = len(view)
+        jobs: list[CopyJob] = []
+        for item, offset, length in zip(items, loaded.offsets, loaded.lengths, strict=False):
+            if offset < 0 or offset + length > end:
+                break
+            held, rest = divmod(length, page_bytes)
+            if rest or item.frame_pages not in {0, held} or item.first < 0 or item.first + len(item.pages) > held:
+                log.warning(
+                    "retrieve: a frame of %d bytes does not hold pages %d to %d of %d",
+                    length, item.first, item.first + len(item.pages), item.frame_pages,
+                )  # fmt: skip
+                break
+            jobs.append(CopyJob(item.pages, view[offset : offset + length], held, item.first))
+        return jobs
 
 
 def _note_absent(reserved: Reserved, batch: list[int], results: list[StoreResult]) -> None:

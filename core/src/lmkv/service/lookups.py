@@ -110,7 +110,8 @@ class Lookups:
             if offer.entries < len(found):
                 tiers, reached, partial = tiers[: offer.entries], found[: offer.entries], None
                 withheld = self._withhold(message, offer)
-        lease = self._lease(reached, partial, patience) if message.hold else 0
+        here = self._stack.ram is not None and not any(tiers)
+        lease = self._lease(reached, partial, patience, here=here) if message.hold else 0
         if partial:
             return p.Found(lease, len(reached), partial[1], partial[0].digest, tiers)
         return p.Found(lease, len(reached), tiers=tiers, withheld=withheld)
@@ -173,8 +174,10 @@ class Lookups:
             number = self._lease([], partial, offer.patience)
         return p.Found(number, message.chunks, pages, entry.digest, tiers)
 
-    def _lease(self, entries: Sequence[Entry], partial: tuple[Entry, int] | None, patience: float) -> int:
-        """Promise these, and start their loads in order; 0 when there is nothing to promise."""
+    def _lease(
+        self, entries: Sequence[Entry], partial: tuple[Entry, int] | None, patience: float, *, here: bool = False
+    ) -> int:
+        """Promise these, and start their loads in order unless all are `here`; 0 when there is nothing to promise."""
         if self.closed or (not entries and partial is None):
             return 0
         lease = self._manager.holdings.lease([*entries])
@@ -182,7 +185,8 @@ class Lookups:
             lease.add_partial(partial[0])
         lease.patience = patience
         self._leases.add(lease.number)
-        self._stack.loads.bring_soon(lease.entries)
+        if not here:
+            self._stack.loads.bring_soon(lease.entries)
         return lease.number
 
     def _partial(self, message: p.Lookup | p.Extend, namespace: NamespaceIndex) -> tuple[Entry, int] | None:

@@ -135,7 +135,8 @@ class Session:
 
     def _bring(self, message: p.Acquire, entries: Sequence[Entry | None]) -> list[asyncio.Future[MissReason | None]]:
         """Have those loaded that are not in the pool; what to wait for."""
-        self._stack.loads.bring(entries, message.shard, priority=RUNNING)
+        if not self._stack.loads.bring(entries, message.shard, priority=RUNNING):
+            return []
         return [
             part.loading
             for entry in entries
@@ -172,9 +173,9 @@ class Session:
         offsets: list[int] = []
         lengths: list[int] = []
         whys: list[str] = []
-        for i in range(message.count):
-            entry = entries[i] if i < len(entries) else None
-            obj = None if entry is None or self._closed else self._stack.in_pool(entry, message.shard)
+        entries = [*entries, *[None] * (message.count - len(entries))]
+        found = [None] * len(entries) if self._closed else self._stack.in_pool_all(entries, message.shard)
+        for i, (entry, obj) in enumerate(zip(entries, found, strict=True)):
             if entry is None or obj is None:
                 reason = reasons.get(message.shard, MissReason.EVICTED)
                 self._metrics.inc("lmkv_misses_total", reason=reason.value)

@@ -74,8 +74,8 @@ class Loads:
         for batch in batches.values():
             self._push(batch)
 
-    def bring(self, entries: Iterable[Entry | None], shard: int | None, *, priority: int) -> None:
-        """Start the loads of what the pool has not, in order: of one shard, or (None) of all."""
+    def bring(self, entries: Iterable[Entry | None], shard: int | None, *, priority: int) -> bool:
+        """Start the loads of what the pool has not, in order: of one shard, or (None) of all. Whether there is such."""
         wanted: list[Wanted] = []
         ram = self._stack.ram
         bit = 0 if ram is None else ram.bit
@@ -87,6 +87,7 @@ class Loads:
                     wanted.append(Wanted(entry, number))
         if wanted:
             self.start(wanted, priority=priority)
+        return bool(wanted)
 
     def bring_soon(self, entries: list[Entry | None]) -> None:
         """As `bring` of all shards of those in the list, once the answer to their look-up has gone out.

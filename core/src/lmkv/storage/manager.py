@@ -203,8 +203,7 @@ class StorageManager:
         """Give back everything that a lease holds; idempotent."""
         lease = self.holdings.leases.pop(number, None)
         if lease is not None:
-            for entry in lease.end():
-                self.stack.settle(entry)
+            self.stack.settle_all(lease.end())
 
     def pin(self, entry: Entry, seconds: float | None) -> None:
         """Keep `entry` from eviction; None: until `unpin`."""

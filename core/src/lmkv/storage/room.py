@@ -173,7 +173,7 @@ class Room:
         entry, ram = self._stack.index.entry(key), self._stack.ram
         if entry is None or ram is None or entry.pinned_until > time.monotonic() or not self._again(entry):
             return False
-        obj = ram.borrow(key)
+        obj = ram.borrow([key])[0]
         if obj is None:
             return False
         obj.release("get")

@@ -172,13 +172,30 @@ class Stack:
             part.staged.retain("get")
             return part.staged
         if self.ram is not None and part.tiers & self.ram.bit:
-            obj = self.ram.borrow(entry.key(shard))
+            obj = self.ram.borrow([part.key])[0]
             if obj is None:  # a fault in the books: it must not be offered for ever
                 log.error("tier %s: a frame that was promised is not there", self.ram.name, extra={"key": "promised"})
                 self.ram.forget(entry.key(shard))
                 self.lost(entry, shard, self.ram, MissReason.EVICTED)
             return obj
         return None
+
+    def in_pool_all(self, entries: Sequence[Entry | None], shard: int) -> Sequence[MemoryObject | None]:
+        """As `in_pool` for each; by one call of the resident tier if all of them lie there."""
+        ram = self.ram
+        if ram is not None:
+            keys: list[ChunkKey] = []
+            for entry in entries:
+                part = None if entry is None else entry.shards.get(shard)
+                if part is not None and part.staged is None and part.tiers & ram.bit:
+                    keys.append(part.key)
+            found = ram.borrow(keys) if len(keys) == len(entries) else [None]
+            if None not in found:
+                return found
+            for obj in found:
+                if obj is not None:
+                    obj.release("get")
+        return [None if entry is None else self.in_pool(entry, shard) for entry in entries]
 
     def place(self, entry: Entry, shard: int, obj: MemoryObject, *, promote: bool = True) -> None:
         """A whole frame is in the pool: into the resident tier if it fits, else kept as staged. Takes its own owner."""

@@ -110,9 +110,9 @@ class Tier(Inventory):
         sizes = [obj.nbytes for obj in objects]
         self.record_all(dict(zip(keys, sizes, strict=True)), dict(zip(keys, parents, strict=True)))
 
-    def borrow(self, key: ChunkKey) -> MemoryObject | None:
-        """The object under `key`, retained for the caller (resident tiers)."""
-        return cast("ResidentBackend", self.backend).borrow([key])[0]
+    def borrow(self, keys: Sequence[ChunkKey]) -> Sequence[MemoryObject | None]:
+        """The objects under `keys`, each retained for the caller (resident tiers)."""
+        return cast("ResidentBackend", self.backend).borrow(keys)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
