@@ -235,7 +235,7 @@ def test_the_timetable_of_threads_and_batches(monkeypatch: pytest.MonkeyPatch) -
             table = Timetable(tier, (0, 0))
             ends = []
             for _ in range(6):
-                table.add(FRAME)
+                table.add([FRAME])
                 ends.append(round(table.end, 1))
             assert ends == [0.2, 0.3, 0.3, 0.3, 0.5, 0.6], "two batches at once, then a third"
             later = Timetable(tier, (2, 4 * FRAME))

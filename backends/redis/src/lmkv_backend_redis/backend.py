@@ -74,16 +74,17 @@ class RedisBackend(StorageBackendInterface):
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """One round trip to each node that may have some of the keys, all at once. What cannot be said is a *no*."""
-        names = [self._names.frame(key) for key in keys]
+        names = self._names.frames(keys)
         found = [False] * len(keys)
         with self._store.exchange("contains", names) as lent:
-            for channel, indices in lent:
-                talks.ask_contains(channel, [names[i] for i in indices])
-            for channel, indices in lent:
-                answers = talks.answer_contains(channel, [names[i] for i in indices])
+            asked = [(channel, indices, [names[i] for i in indices]) for channel, indices in lent]
+            for channel, _, here in asked:
+                talks.ask_contains(channel, here)
+            for channel, indices, here in asked:
+                answers = talks.answer_contains(channel, here)
                 for index, answer in zip(indices, answers, strict=True):
                     found[index] = answer is True
-                moved = [names[i] for i, answer in zip(indices, answers, strict=True) if _elsewhere(answer)]
+                moved = [name for name, answer in zip(here, answers, strict=True) if _elsewhere(answer)]
                 if moved:  # a false no for now; redis-py finds out where to, for the next call
                     talks.touch(self._store.following(), moved)
         return found
@@ -111,11 +112,11 @@ class RedisBackend(StorageBackendInterface):
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """Unlink frames."""
-        self._tell("delete", [self._names.frame(key) for key in keys], talks.delete)
+        self._tell("delete", self._names.frames(keys), talks.delete)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Make frames the youngest of the server's eviction order, and begin their time anew where it slides."""
-        names = [self._names.frame(key) for key in keys]
+        names = self._names.frames(keys)
         slide = self._slide
         if slide is not None:
             self._tell("touch", names, lambda channel, part: talks.extend(channel, part, slide))
@@ -173,7 +174,7 @@ class RedisBackend(StorageBackendInterface):
         talk: Callable[[Channel, Sequence[bytes], Sequence[memoryview]], list[Outcome]],
     ) -> list[Outcome]:
         """Have the talk with every node that keeps some of the keys."""
-        names = [self._names.frame(key) for key in keys]
+        names = self._names.frames(keys)
         outcomes = [MISS] * len(keys)
 
         def have(channel: Channel, indices: Sequence[int]) -> None:

@@ -9,18 +9,19 @@ Neither is thread-safe. After an exception a channel is worth nothing: an answer
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import ssl
 import struct
 import time
 from collections import deque
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from lmkv.errors import BackendError
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Sequence
 
 Argument: TypeAlias = "bytes | memoryview"
@@ -28,7 +29,7 @@ Reply: TypeAlias = "bytes | int | ReplyError | None"
 
 FLUSH_BYTES: Final = 1 << 16
 """Small commands are gathered up to this many bytes; what is sent from where it is, up to `_IOV` buffers."""
-SCRATCH: Final = 1 << 14
+SCRATCH: Final = 1 << 16
 SMALL: Final = 1 << 12
 """Bytes of the longest reply that is not put into the caller's memory."""
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -51,8 +52,8 @@ class Channel(Protocol):
     def send(self, *arguments: Argument) -> None:
         """One command. It may lie here until `flush` or until a reply is asked for."""
 
-    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
-        """For each name all of the commands, with the name behind their first word: `send` many times, but quicker."""
+    def send_for_each(self, names: Sequence[bytes], word: bytes, *rest: bytes) -> None:
+        """A command for each name, which goes behind its first word: `send` many times, but quicker."""
 
     def flush(self) -> None:
         """All commands go out now."""
@@ -60,12 +61,8 @@ class Channel(Protocol):
     def reply(self) -> Reply:
         """The reply to the oldest command without one; a status line as bytes."""
 
-    def replies_like(self, pattern: re.Pattern[bytes], replies: int, most: int) -> list[tuple[bytes, ...]]:
-        """What has come already, up to `most` times `replies` replies that match `pattern`: its third group and on.
-
-        Its groups `length` and `bulk`, the first two, are those of a bulk string. Never waits; quicker than `reply` for
-        what mostly looks the same; it ends at the first replies that look otherwise.
-        """
+    def replies(self, count: int) -> list[Reply]:
+        """The replies to so many commands: `reply` many times, but quicker."""
 
     def reply_into(self, view: memoryview) -> int | ReplyError | None:
         """As `reply`, for a bulk string, which is put into `view`: its length. One that is longer is thrown away."""
@@ -132,15 +129,13 @@ class RawChannel:
         if len(gathered) >= FLUSH_BYTES or len(self._pending) >= _IOV:
             self.flush()
 
-    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
+    def send_for_each(self, names: Sequence[bytes], word: bytes, *rest: bytes) -> None:
         """See `Channel`."""
-        pattern = b"".join(
-            b"*%d\r\n%b$%%d\r\n%%b\r\n%b" % (len(rest) + 2, _bulk(word), b"".join(map(_bulk, rest)))
-            for word, *rest in commands
-        )
-        repeat = len(commands)
-        self._gathered += b"".join([pattern % ((len(name), name) * repeat) for name in names])
-        self._owed += repeat * len(names)
+        end = b"\r\n%b" % b"".join(map(_bulk, rest))
+        for nbytes, alike in itertools.groupby(names, len):
+            begin = b"*%d\r\n%b$%d\r\n" % (len(rest) + 2, _bulk(word), nbytes)
+            self._gathered += begin + (end + begin).join(alike) + end
+        self._owed += len(names)
         if len(self._gathered) >= FLUSH_BYTES:
             self.flush()
 
@@ -170,15 +165,40 @@ class RawChannel:
             return ReplyError(line[1:].decode("utf-8", "replace")[:500])
         raise _garbage(line)
 
-    def replies_like(self, pattern: re.Pattern[bytes], replies: int, most: int) -> list[tuple[bytes, ...]]:
+    def replies(self, count: int) -> list[Reply]:
         """See `Channel`."""
-        found: list[tuple[bytes, ...]] = []
-        while len(found) < most and (match := pattern.match(self._scratch, self._start, self._end)) is not None:
-            if int(match["length"]) != match.end("bulk") - match.start("bulk"):
-                break  # what looks like the end of the string is part of it
-            self._start = match.end()
-            found.append(match.groups()[2:])
-        self._owed -= replies * len(found)
+        found: list[Reply] = []
+        while len(found) < count:
+            found.append(self.reply())  # waits, and understands everything
+            found += self._plain_replies(count - len(found))
+        return found
+
+    def _plain_replies(self, most: int) -> list[Reply]:
+        """What has come already, as long as it is numbers, nothing, and strings without an end of line in them."""
+        end = self._scratch.rfind(b"\r\n", self._start, self._end)
+        if not most or end < self._start:
+            return []
+        lines = bytes(self._room[self._start : end]).split(b"\r\n")
+        found: list[Reply] = []
+        add, taken, following = found.append, 0, iter(lines)
+        for line in following:
+            meaning = _plain(line)
+            if meaning is None:
+                break
+            length, reply = meaning
+            if length >= 0:
+                string = next(following, None)
+                if string is None or len(string) != length:
+                    break
+                taken += 2
+                add(string)
+            else:
+                taken += 1
+                add(reply)
+            if len(found) == most:
+                break
+        self._start += sum(map(len, lines[:taken])) + 2 * taken
+        self._owed -= len(found)
         return found
 
     def reply_into(self, view: memoryview) -> int | ReplyError | None:
@@ -319,11 +339,10 @@ class PlainChannel:
         """See `Channel`."""
         self._commands.append([bytes(each) for each in arguments])
 
-    def send_for_each(self, names: Sequence[bytes], *commands: tuple[bytes, ...]) -> None:
+    def send_for_each(self, names: Sequence[bytes], word: bytes, *rest: bytes) -> None:
         """See `Channel`."""
         for name in names:
-            for word, *rest in commands:
-                self.send(word, name, *rest)
+            self.send(word, name, *rest)
 
     def flush(self) -> None:
         """See `Channel`."""
@@ -338,10 +357,9 @@ class PlainChannel:
         found: Reply = self._replies.popleft()
         return found
 
-    def replies_like(self, pattern: re.Pattern[bytes], replies: int, most: int) -> list[tuple[bytes, ...]]:
-        """See `Channel`: redis-py has taken them apart."""
-        del pattern, replies, most
-        return []
+    def replies(self, count: int) -> list[Reply]:
+        """See `Channel`."""
+        return [self.reply() for _ in range(count)]
 
     def reply_into(self, view: memoryview) -> int | ReplyError | None:
         """See `Channel`."""
@@ -354,7 +372,20 @@ class PlainChannel:
 
 
 def _bulk(argument: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(argument), argument.replace(b"%", b"%%"))
+    return b"$%d\r\n%b\r\n" % (len(argument), argument)
+
+
+@lru_cache(maxsize=256)  # what comes in great numbers mostly looks the same
+def _plain(line: bytes) -> tuple[int, int | None] | None:
+    """What a line says: the length of the string that is the next line, or -1 and the reply; None: something else."""
+    kind, number = line[:1], line[1:20]
+    if line == b"$-1":
+        return -1, None
+    if not number.isdigit() or len(line) > len(number) + 1:
+        return None
+    if kind == b":":
+        return -1, int(number)
+    return (int(number), None) if kind == b"$" and int(number) <= SMALL else None
 
 
 def _number(line: bytes) -> int:

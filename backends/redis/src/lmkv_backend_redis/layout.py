@@ -13,10 +13,13 @@ parts of one writer.
 from __future__ import annotations
 
 import os
+from binascii import hexlify
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lmkv.types import ChunkKey
 
 HEAD: Final = b"h"
@@ -70,11 +73,19 @@ def parse_head(data: object) -> Head | None:
     return None if sizes is None else Head(data[2 : _SIZES - 1], *sizes)
 
 
+def whole(heads: Sequence[object], fields: Sequence[object]) -> list[bool]:
+    """Which frames have all their parts: of each its head and the number of its fields."""
+    return [
+        isinstance(head, bytes) and head[:2] == b"1 " and _fields(head[_SIZES - 1 :]) == number
+        for head, number in zip(heads, fields, strict=True)
+    ]
+
+
 @lru_cache(maxsize=64)
-def is_whole(sizes: bytes, fields: bytes) -> bool:
-    """Whether a frame has all its parts, by the sizes in its head and the number of its fields, both as digits."""
-    found = _sizes(sizes)
-    return found is not None and int(fields) == Head(b"", *found).parts + 1
+def _fields(rest: bytes) -> int:
+    """Of a whole frame, by its head from the blank before the sizes on: head and parts; 0 for what makes no sense."""
+    found = _sizes(rest[1:]) if rest[:1] == b" " else None
+    return 0 if found is None else Head(b"", *found).parts + 1
 
 
 @lru_cache(maxsize=64)  # frames have few sizes
@@ -100,8 +111,12 @@ class Names:
 
     def frame(self, key: ChunkKey) -> bytes:
         """Of a frame."""
-        namespace, shard, digest = key
-        return b"%b%b}" % (_stem(self._prefix, namespace, shard), digest.hex().encode())
+        return self.frames([key])[0]
+
+    def frames(self, keys: Sequence[ChunkKey]) -> list[bytes]:
+        """Of many frames."""
+        prefix = self._prefix
+        return [_stem(prefix, space, shard) + hexlify(digest) + b"}" for space, shard, digest in keys]
 
     def trial(self) -> bytes:
         """Of a frame that nobody asks for, to try what the store lets us do."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import BackendError, FrameError
 from lmkv.types import FAILED, MISS, OK, Outcome
 from lmkv_backend_redis.channel import ReplyError
-from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, is_whole, new_head, parse_head, stride, temporary
+from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, new_head, parse_head, stride, temporary, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,10 +29,6 @@ ILL: Final = frozenset(
     {"NOAUTH", "WRONGPASS", "NOPERM", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "READONLY"}
 )
 """Refusals that say something about the store, not about one frame."""
-_HEAD_AND_FIELDS: Final = re.compile(
-    rb"\$(?P<length>\d{1,3})\r\n(?P<bulk>1 [0-9a-f]{16} (\d{1,16} \d{1,16}))\r\n:(\d{1,9})\r\n"
-)
-"""Answers about a frame that is there: its head, with the sizes in it, and the number of fields."""
 ELSEWHERE: Final = frozenset({"MOVED", "ASK"})
 """The key is on another node of the cluster."""
 
@@ -229,36 +224,31 @@ def _answer(channel: Channel, reading: _Reading, what: int) -> None:
 
 def ask_contains(channel: Channel, names: Sequence[bytes]) -> None:
     """The question, without waiting for the answer, so that several servers can be asked at once."""
-    channel.send_for_each(names, (b"HGET", HEAD), (b"HLEN",))
+    channel.send_for_each(names, b"HGET", HEAD)
+    channel.send_for_each(names, b"HLEN")
     channel.flush()
 
 
 def answer_contains(channel: Channel, names: Sequence[bytes]) -> list[bool | ReplyError]:
     """Whether head and all parts are there; what is refused is told."""
-    found: list[bool | ReplyError] = []
-    while len(found) < len(names):
-        found += [is_whole(*groups) for groups in channel.replies_like(_HEAD_AND_FIELDS, 2, len(names) - len(found))]
-        if len(found) == len(names):
-            break
-        head, fields = channel.reply(), channel.reply()
-        parsed = parse_head(head)
+    heads, fields = channel.replies(len(names)), channel.replies(len(names))
+    found: list[bool | ReplyError] = [*whole(heads, fields)]
+    for index, head in enumerate(heads):
         if isinstance(head, ReplyError):
             _refusal(head)
-            found.append(head)
-        else:
-            found.append(parsed is not None and fields == parsed.parts + 1)
+            found[index] = head
     return found
 
 
 def delete(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
     """Remove keys; memory is freed in the background."""
-    channel.send_for_each(names, (b"UNLINK",))
+    channel.send_for_each(names, b"UNLINK")
     return [_passed(channel.reply()) for _ in names]
 
 
 def touch(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
     """Note a use, for the server's own order of eviction."""
-    channel.send_for_each(names, (b"TOUCH",))
+    channel.send_for_each(names, b"TOUCH")
     return [_passed(channel.reply()) for _ in names]
 
 
@@ -272,7 +262,7 @@ def touch_together(channel: Channel, names: Sequence[bytes]) -> list[Reply]:
 
 def extend(channel: Channel, names: Sequence[bytes], ttl: float) -> list[Reply]:
     """Begin the time of keys anew, which also notes a use."""
-    channel.send_for_each(names, (b"PEXPIRE", milliseconds(ttl)))
+    channel.send_for_each(names, b"PEXPIRE", milliseconds(ttl))
     return [_passed(channel.reply()) for _ in names]
 
 

@@ -55,7 +55,7 @@ class Lookups:
         if (missing and stores(self._stack)) or prefixes:
             return self._asking(
                 namespace, missing, parent, prefixes, entries,
-                lambda: self._found(message, namespace, digests, present(namespace, digests)),
+                lambda found: self._found(message, namespace, digests, _with(namespace, digests, len(entries), found)),
             )  # fmt: skip
         return self._found(message, namespace, digests, entries)
 
@@ -73,13 +73,13 @@ class Lookups:
         parent: bytes,
         prefixes: Sequence[bytes],
         held: Sequence[Entry | None],
-        answer: Callable[[], p.Found],
+        answer: Callable[[list[Entry]], p.Found],
     ) -> p.Found:
         """Ask the shared stores, all at once, for what the index does not have; then answer with what it has then."""
         lease = self._manager.holdings.lease([*held])  # what is there stays while we ask
         try:
             discovered = await discover(self._stack, namespace, digests, parent, prefixes)
-            found = answer()
+            found = answer(discovered)
         finally:
             self._manager.end_lease(lease.number)
         for entry in discovered:
@@ -145,7 +145,9 @@ class Lookups:
             prefixes = self._unknown(namespace, split_digests(message.prefixes))
             if prefixes:
                 parent = b"" if last is None else last.digest
-                return self._asking(namespace, (), parent, prefixes, [last], lambda: self._extended(message, namespace))
+                return self._asking(
+                    namespace, (), parent, prefixes, [last], lambda _: self._extended(message, namespace)
+                )
         return self._extended(message, namespace)
 
     def _extended(self, message: p.Extend, namespace: NamespaceIndex) -> p.Found:
@@ -221,23 +223,29 @@ def present(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[Entry]:
     return entries
 
 
+def _with(namespace: NamespaceIndex, digests: Sequence[bytes], known: int, found: list[Entry]) -> list[Entry]:
+    """As `present`, where `known` chunks were there before the stores were asked, and now those `found` are."""
+    before = present(namespace, digests[:known])
+    return before if len(before) < known else before + found[: len(digests) - known]
+
+
 def note_use(stack: Stack, entries: Sequence[Entry]) -> tuple[int, ...]:
     """Note the use of `entries` in every tier; the number of the tier that each has to come from."""
     places: list[int] = []
     tiers = stack.tiers
     used: list[list[ChunkKey]] = [[] for _ in tiers]
+    known: dict[int, tuple[int, list[list[ChunkKey]]]] = {}  # of frames that lie in the same tiers
     for entry in reversed(entries):  # the first chunks end up as the most recently used
         slowest = 0
         for part in entry.shards.values():
             bits = part.tiers
-            if not bits & 1 and part.staged is None:
-                slowest = max(slowest, (bits & -bits).bit_length() - 1)
-            number = 0
-            while bits:
-                if bits & 1:
-                    used[number].append(part.key)
-                bits >>= 1
-                number += 1
+            if bits not in known:
+                known[bits] = (bits & -bits).bit_length() - 1, [used[n] for n in range(len(tiers)) if bits >> n & 1]
+            fastest, lists = known[bits]
+            if fastest > slowest and part.staged is None:
+                slowest = fastest
+            for keys in lists:
+                keys.append(part.key)
         places.append(slowest)
     loop = asyncio.get_running_loop()
     for tier, keys in zip(tiers, used, strict=True):

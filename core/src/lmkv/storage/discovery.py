@@ -8,10 +8,12 @@ a chunk's pages, of which one at most is there.
 from __future__ import annotations
 
 import asyncio
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from lmkv.frame import frame_bytes
 from lmkv.storage.driver import QUEUED
+from lmkv.storage.index import Shard
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -47,19 +49,15 @@ async def discover(
     """
     chunks, tails = _keys(namespace, digests), _keys(namespace, prefixes)
     bits = await _ask(stack, chunks, tails)
-    shards, before = namespace.shards, parent
-    found: list[Entry] = []
-    for at, digest in zip(range(0, len(chunks), shards), digests, strict=True):
-        end = at + shards
-        entry = _enter(namespace, before, namespace.chunk_pages, b"", chunks[at:end], bits[at:end])
-        if entry is None:
-            return found
-        found.append(entry)
-        before = digest
+    found = _enter_chunks(namespace, parent, chunks, bits)
+    if len(found) < len(digests):
+        return found
+    shards, before = namespace.shards, digests[-1] if digests else parent
     for pages in range(len(prefixes), 0, -1):
         at = (pages - 1) * shards
         there = bits[len(chunks) + at : len(chunks) + at + shards]
-        entry = _enter(namespace, before, pages, b"".join(prefixes[: pages - 1]), tails[at : at + shards], there)
+        keys = tails[at : at + shards]
+        entry = _enter(namespace, before, pages, b"".join(prefixes[: pages - 1]), keys, there, _sizes(namespace, pages))
         if entry is not None:
             return [*found, entry]
     return found
@@ -67,6 +65,8 @@ async def discover(
 
 def _keys(namespace: NamespaceIndex, digests: Sequence[bytes]) -> list[ChunkKey]:
     """Of all shards of these, one frame after the other."""
+    if namespace.shards == 1:
+        return list(map(ChunkKey, repeat(namespace.id), repeat(0), digests))
     return [ChunkKey(namespace.id, shard, digest) for digest in digests for shard in range(namespace.shards)]
 
 
@@ -74,7 +74,8 @@ async def _ask(stack: Stack, chunks: list[ChunkKey], tails: list[ChunkKey]) -> l
     """For each of `chunks` and then of `tails`, bits of the tiers that say that they have it."""
     asked = [(tier, chunks + tails if tier.backend.capabilities.batched_contains else chunks) for tier in stores(stack)]
     asked = [(tier, keys) for tier, keys in asked if keys]
-    answers = await asyncio.gather(*(tier.contains(keys, priority=QUEUED) for tier, keys in asked))
+    asking = [tier.contains(keys, priority=QUEUED) for tier, keys in asked]
+    answers = await asyncio.gather(*asking) if len(asking) > 1 else [await each for each in asking]
     bits = [0] * (len(chunks) + len(tails))
     for (tier, _), answer in zip(asked, answers, strict=True):
         for i, there in enumerate(answer):
@@ -83,8 +84,41 @@ async def _ask(stack: Stack, chunks: list[ChunkKey], tails: list[ChunkKey]) -> l
     return bits
 
 
+def _enter_chunks(
+    namespace: NamespaceIndex, parent: bytes, keys: Sequence[ChunkKey], bits: Sequence[int]
+) -> list[Entry]:
+    """The entries of the leading chunks that lie somewhere in all their shards, of which these are the keys."""
+    pages, shards = namespace.chunk_pages, range(namespace.shards)
+    sizes = _sizes(namespace, pages)
+    find, add = namespace.entries.get, namespace.add
+    found: list[Entry] = []
+    of_each_chunk = [iter(keys)] * len(shards), [iter(bits)] * len(shards)
+    for own, there in zip(*(zip(*each, strict=False) for each in of_each_chunk), strict=False):
+        digest = own[0].digest
+        if find(digest) is not None:
+            entry = _enter(namespace, parent, pages, b"", own, there, sizes)
+            if entry is None:
+                break
+        elif 0 in there:
+            break
+        else:  # as `_enter` does, quickly: of a long prompt the store has hundreds
+            entry = add(digest, parent, pages, b"")
+            parts = entry.shards
+            for shard, key, tiers, nbytes in zip(shards, own, there, sizes, strict=True):
+                parts[shard] = Shard(key, nbytes, tiers)
+        found.append(entry)
+        parent = digest
+    return found
+
+
 def _enter(  # noqa: PLR0917  what an entry is made of
-    namespace: NamespaceIndex, parent: bytes, pages: int, prefixes: bytes, keys: list[ChunkKey], bits: list[int]
+    namespace: NamespaceIndex,
+    parent: bytes,
+    pages: int,
+    prefixes: bytes,
+    keys: Sequence[ChunkKey],
+    bits: Sequence[int],
+    sizes: Sequence[int],
 ) -> Entry | None:
     """The entry of a frame that lies, with what is here already, somewhere in all its shards; None if it does not."""
     digest = keys[0].digest
@@ -93,10 +127,15 @@ def _enter(  # noqa: PLR0917  what an entry is made of
         here = {shard for shard, part in entry.shards.items() if part.present}
         if not any(bits) or not all(there or shard in here for shard, there in enumerate(bits)):
             return entry if entry.ready else None
-    elif not all(bits):
+    elif 0 in bits:
         return None
     else:
         entry = namespace.add(digest, parent, pages, prefixes)
-    for key, there, page_bytes in zip(keys, bits, namespace.page_bytes, strict=True):
-        entry.part(key.shard, frame_bytes(pages * page_bytes, pages - 1), key).tiers |= there
+    for key, there, nbytes in zip(keys, bits, sizes, strict=True):
+        entry.part(key.shard, nbytes, key).tiers |= there
     return entry
+
+
+def _sizes(namespace: NamespaceIndex, pages: int) -> list[int]:
+    """Bytes of the frames, of each shard one, of so many pages."""
+    return [frame_bytes(pages * page_bytes, pages - 1) for page_bytes in namespace.page_bytes]

@@ -48,9 +48,9 @@ class Shard:
 
     __slots__ = ("filling", "key", "loading", "nbytes", "sealed", "staged", "tiers", "writes")
 
-    def __init__(self, key: ChunkKey, nbytes: int) -> None:
+    def __init__(self, key: ChunkKey, nbytes: int, tiers: int = 0) -> None:
         self.key = key
-        self.tiers = 0
+        self.tiers = tiers
         self.filling = 0
         self.staged: MemoryObject | None = None
         self.loading: asyncio.Future[MissReason | None] | None = None

@@ -161,7 +161,8 @@ class Loads:
     @staticmethod
     def stored_bytes(tier: Tier, part: Shard) -> int:
         """Bytes of a frame in `tier`; of one in a shared store only the most is known that it can have."""
-        return tier.index.get(part.key) or stored_bound(part.nbytes)
+        known = tier.index
+        return (known and known.get(part.key)) or stored_bound(part.nbytes)
 
     def _join(self, part: Shard, priority: int, *, keep: bool, passing: bool) -> None:
         """Somebody else wants a frame that is on its way."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from lmkv.storage import loads
+from lmkv.storage.cost import Model
 from lmkv.storage.driver import DEMOTE
 from lmkv.storage.load_queue import Wanted
-from lmkv.storage.loads import full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 EXPLORE_SECONDS: Final = 60.0
 """A tier whose frames are withheld, and that nothing was loaded from for so long, is measured anew by one load."""
+
+
+Below: TypeAlias = "list[tuple[int, Tier, Shard, int]]"
+"""Parts to be loaded: the place of the entry in the prompt, the tier, the part, its number."""
 
 
 class Rules(NamedTuple):
@@ -69,7 +75,7 @@ class Timetable:
         self.end = 0.0
         """Seconds until all that was added is in the pool; 0 while the tier's cost is not known."""
         self._model = tier.cost("get").model
-        self._decode = tier.cost("decode").model
+        self._decode = tier.cost("decode").model or Model(0.0, 0.0, 0.0)
         self._ahead = tier.cost("get").drain(*backlog, threads) or 0.0
         self._free = [self._ahead] * threads
         self._link = self._ahead
@@ -79,22 +85,38 @@ class Timetable:
         """A frame that is on its way already."""
         self.end = max(self.end, self._ahead)
 
-    def add(self, nbytes: int) -> None:
-        """One more frame."""
-        self._nbytes += nbytes
-        self._frames += 1
-        model, decode, nbytes = self._model, self._decode, self._nbytes
+    def add(self, sizes: Sequence[int]) -> list[float]:
+        """More frames, of so many bytes; 0: of one that is on its way. The end after each of them."""
+        model, decode = self._model, self._decode
         if model is None:
-            return
-        ready = self._free[0] + model.latency + nbytes * model.own
-        end = moved = max(self._link, ready) + nbytes * model.shared
-        if decode is not None:
-            end += decode.latency + nbytes * (decode.own + decode.shared)
-        self.end = max(self.end, end)
-        if full(nbytes, self._frames):
-            heapq.heapreplace(self._free, end)
-            self._link = moved
-            self._nbytes = self._frames = 0
+            if 0 in sizes:
+                self.wait()
+            return [self.end] * len(sizes)
+        latency, own, shared = model
+        after, each = decode.latency, decode.own + decode.shared
+        most_bytes, most_frames = loads.BATCH_BYTES, loads.BATCH_FRAMES
+        end, link, nbytes, frames = self.end, self._link, self._nbytes, self._frames
+        begin = self._free[0] + latency
+        ends: list[float] = []
+        for size in sizes:  # hundreds in a look-up, of which a call would take as much time again
+            if size:
+                nbytes += size
+                frames += 1
+                moved = begin + nbytes * own
+                moved = (link if link > moved else moved) + nbytes * shared  # noqa: FURB136
+                ready = moved + after + nbytes * each
+                if nbytes >= most_bytes or frames >= most_frames:
+                    heapq.heapreplace(self._free, ready)
+                    begin = self._free[0] + latency
+                    link = moved
+                    nbytes = frames = 0
+            else:
+                ready = self._ahead
+            if ready > end:  # noqa: PLR1730
+                end = ready
+            ends.append(end)
+        self.end, self._link, self._nbytes, self._frames = end, link, nbytes, frames
+        return ends
 
 
 class Offers:
@@ -123,18 +145,18 @@ class Offers:
             held: what this request has been offered before, whose loads are on their way.
         """
         self._stack.loads.bring_due()
-        sources: dict[int, Tier | None] = {}
-        slow = [self._below(entry, sources) for entry in entries]
-        if not any(slow):
+        below = self._below(entries)
+        if not below:
             return Offer(len(entries), {})
-        ends = self._ends(slow, held)
-        first = next(i for i, parts in enumerate(slow) if parts)
+        ends = self._ends(len(entries), below, held)
+        slow = {at for at, _, _, _ in below} if rules.max_wait else ()
+        first = below[0][0]
         best, most = 0, 0.0
         done, base = 0, ends[0]
         measured = rules.measured and rate > 0
         for i, count in enumerate(tokens):
             done += count
-            if slow[i] and rules.max_wait and ends[i + 1] > rules.max_wait:
+            if i in slow and ends[i + 1] > rules.max_wait:
                 break
             saved = done / rate - (ends[i + 1] - base) if measured else float(i)
             if saved >= most:
@@ -142,41 +164,38 @@ class Offers:
         if best > first and sum(tokens[first:best]) < rules.min_tokens:
             best = first
         withheld: dict[str, int] = {}
-        for parts, count in zip(slow[best:], tokens[best:], strict=True):
-            name = self._name(parts)
-            withheld[name] = withheld.get(name, 0) + count
-        if withheld:
-            self._explore(entries[best:], slow[best:])
-        return Offer(best, withheld, self._patience(slow[:best], ends[best]))
+        if best < len(entries):
+            withheld = self._withheld(tokens, best, below)
+            self._explore(entries, best, below)
+        return Offer(best, withheld, self._patience(best, below, ends[best]))
 
     @staticmethod
-    def _patience(slow: Sequence[list[tuple[Tier, Shard, int]]], planned: float) -> float:
+    def _patience(best: int, below: Below, planned: float) -> float:
         """Twice what the loads should take, and a deadline: a tier that has become slow is not waited for."""
-        tiers = {tier for parts in slow for tier, _, _ in parts}
+        tiers = {tier for at, tier, _, _ in below if at < best}
         if any(not tier.cost("get").known for tier in tiers):
             return float("inf")
         return 2 * planned + max((tier.settings.deadline for tier in tiers), default=0.0)
 
-    def _below(self, entry: Entry, sources: dict[int, Tier | None]) -> list[tuple[Tier, Shard, int]]:
-        """What of an entry has to be loaded: its parts, where each would come from, their numbers.
-
-        `sources` keeps where frames come from that lie in the same tiers, for one look-up.
-        """
+    def _below(self, entries: Sequence[Entry | None]) -> Below:
+        """What of the entries has to be loaded: place of the entry, where its part would come from, the part."""
         ram = self._stack.ram
         bit = 0 if ram is None else ram.bit
-        found: list[tuple[Tier, Shard, int]] = []
-        for number, part in entry.shards.items():
-            places = part.tiers
-            if not places & bit and part.staged is None:
-                if places not in sources:
-                    sources[places] = self._stack.loads.source(part)
-                tier = sources[places]
-                if tier is not None:
-                    found.append((tier, part, number))
+        sources: dict[int, Tier | None] = {}  # of frames that lie in the same tiers
+        found: Below = []
+        for at, entry in enumerate(entries):
+            for number, part in () if entry is None else entry.shards.items():
+                places = part.tiers
+                if not places & bit and part.staged is None:
+                    if places not in sources:
+                        sources[places] = self._stack.loads.source(part)
+                    tier = sources[places]
+                    if tier is not None:
+                        found.append((at, tier, part, number))
         return found
 
-    def _ends(self, slow: Sequence[list[tuple[Tier, Shard, int]]], held: Sequence[Entry | None]) -> list[float]:
-        """Seconds until what is held is there, then with one entry more, and so on."""
+    def _ends(self, count: int, below: Below, held: Sequence[Entry | None]) -> list[float]:
+        """Seconds until what is held is there, then with one of `count` entries more, and so on."""
         tables: dict[int, Timetable] = {}
 
         def table(tier: Tier) -> Timetable:
@@ -185,43 +204,44 @@ class Offers:
                 made = tables[tier.number] = Timetable(tier, self._stack.loads.backlog(tier))
             return made
 
-        for entry in held:
-            for tier, part, _ in () if entry is None else self._below(entry, {}):
-                if part.loading is not None:
-                    table(tier).wait()
-        end = max((made.end for made in tables.values()), default=0.0)
-        ends = [end]
+        for _, tier, part, _ in self._below(held):
+            if part.loading is not None:
+                table(tier).wait()
+        ends = [max((made.end for made in tables.values()), default=0.0)] * (count + 1)
         stored_bytes = self._stack.loads.stored_bytes
-        for parts in slow:
-            for tier, part, _ in parts:
-                made = table(tier)
-                if part.loading is None:
-                    made.add(stored_bytes(tier, part))
-                else:
-                    made.wait()
-                end = max(end, made.end)
-            ends.append(end)
-        return ends
+        for tier in {tier for _, tier, _, _ in below}:
+            parts = [(at, part) for at, source, part, _ in below if source is tier]
+            sizes = [stored_bytes(tier, part) if part.loading is None else 0 for _, part in parts]
+            for (at, _), end in zip(parts, table(tier).add(sizes), strict=True):
+                ends[at + 1] = max(ends[at + 1], end)
+        return list(accumulate(ends, max))
 
-    def _name(self, parts: Sequence[tuple[Tier, Shard, int]]) -> str:
-        if parts:
-            return max((tier for tier, _, _ in parts), key=lambda tier: tier.number).name
-        return self._stack.tiers[0].name
+    def _withheld(self, tokens: Sequence[int], best: int, below: Below) -> dict[str, int]:
+        """Tokens of the entries from `best` on, by the slowest tier that each has to come from."""
+        names = [self._stack.tiers[0]] * len(tokens)
+        for at, tier, _, _ in below:
+            if tier.number > names[at].number:
+                names[at] = tier
+        withheld: dict[str, int] = {}
+        for tier, count in zip(names[best:], tokens[best:], strict=True):
+            withheld[tier.name] = withheld.get(tier.name, 0) + count
+        return withheld
 
-    def _explore(self, entries: Sequence[Entry], slow: Sequence[list[tuple[Tier, Shard, int]]]) -> None:
+    def _explore(self, entries: Sequence[Entry], best: int, below: Below) -> None:
         """What is withheld may be quicker than it was: now and then a load shows it that nobody waits for."""
         now = time.monotonic()
         chosen: Tier | None = None
         wanted: list[Wanted] = []
         nbytes = 0
-        for entry, parts in zip(entries, slow, strict=True):
-            for tier, part, number in parts:
-                if chosen is None and self._stale(tier, now):
-                    chosen = tier
-                    self._explored[tier.number] = now
-                if tier is chosen and not full(nbytes, len(wanted)):
-                    nbytes += self._stack.loads.stored_bytes(tier, part)
-                    wanted.append(Wanted(entry, number))
+        for at, tier, part, number in below:
+            if at < best:
+                continue
+            if chosen is None and self._stale(tier, now):
+                chosen = tier
+                self._explored[tier.number] = now
+            if tier is chosen and not loads.full(nbytes, len(wanted)):
+                nbytes += self._stack.loads.stored_bytes(tier, part)
+                wanted.append(Wanted(entries[at], number))
         if wanted:
             self._stack.loads.start(wanted, priority=DEMOTE, keep=True)
 

@@ -13,13 +13,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from lmkv.frame import frame_bytes
 from lmkv.types import AT_ONCE, AT_ONCE_SHARE, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.memory import MemoryObject
-    from lmkv.storage.index import Entry, Shard
+    from lmkv.storage.index import Entry, NamespaceIndex, Shard
     from lmkv.storage.stack import Stack
     from lmkv.types import ChunkKey
 
@@ -86,15 +87,20 @@ class Room:
             if entry not in entries and self.here(entry):
                 fixed += _size(entry)
         room = self._pool.nbytes - fixed
+        if room >= self._at_once(max(map(_largest, {entry.namespace for entry in entries}), default=0)):
+            return len(entries)  # as it mostly is: without a look at each
         sizes = [_size(entry) for entry in entries]
-        largest = max(sizes, default=0)
-        if room >= min(AT_ONCE * largest, self._pool.nbytes // AT_ONCE_SHARE) + 2 * largest:
+        if room >= self._at_once(max(sizes, default=0)):
             return len(entries)
         for i, entry in enumerate(entries):
             room -= sizes[i]
             if room < 0 and not self.here(entry):
                 return i
         return len(entries)
+
+    def _at_once(self, largest: int) -> int:
+        """Bytes in which a request can copy any number of chunks, of which the largest has so many bytes."""
+        return min(AT_ONCE * largest, self._pool.nbytes // AT_ONCE_SHARE) + 2 * largest
 
     def here(self, entry: Entry) -> bool:
         """All shards of it are in the pool."""
@@ -178,6 +184,12 @@ class Room:
             return False
         obj.release("get")
         return obj.count == 1  # the tier's: nobody copies from it
+
+
+def _largest(namespace: NamespaceIndex) -> int:
+    """Bytes of a full chunk: no entry has more."""
+    pages = namespace.chunk_pages
+    return sum([frame_bytes(pages * page_bytes, pages - 1) for page_bytes in namespace.page_bytes])
 
 
 def _size(entry: Entry) -> int:

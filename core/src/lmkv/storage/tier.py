@@ -250,7 +250,8 @@ class Tier(Inventory):
         """Let a persistent store note the use, so that the order survives a restart. A hint: dropped when busy."""
         if self.settings.write == "never":
             return
-        if self._calls is not None and keys and self.backend.capabilities.persistent and not self.queue()[0]:
+        busy = self.queue()[0] > self.settings.threads  # fewer may just have come, and begin in a moment
+        if self._calls is not None and keys and self.backend.capabilities.persistent and not busy:
             self._tell("touch", lambda: self.backend.touch(keys))
 
     def describe(self, namespace: bytes, text: str) -> None:
