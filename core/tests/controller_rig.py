@@ -1,4 +1,4 @@
-"""A controller on a real port, and nodes that are fakes: they say what an agent says, and hold digests instead of bytes."""
+"""A controller on a real port, and fake nodes: they say what an agent says, and hold digests instead of bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lmkv.controller.settings import Settings
 from lmkv.keys import KeyChain, Namespace
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
@@ -55,12 +56,13 @@ def until(true: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
 class Controller:
     """A controller in a thread of this process, on a free port of the loopback."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, verify: ssl.SSLContext | bool = False, **settings: Any) -> None:
         self.server = ControllerServer(Settings(**{"port": 0, "node_timeout": 3.0, **settings}))
         self.url = self.server.url
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="controller")
-        self.client = httpx.Client(base_url=self.url, timeout=SECONDS)
+        # Without TLS no authorities are read from the disk, which takes as long as all the rest.
+        self.client = httpx.Client(base_url=self.url, timeout=SECONDS, verify=verify)
 
     def _run(self) -> None:
         try:
@@ -107,7 +109,15 @@ class Tier:
 
 
 class Nodes(dict[str, "Node"]):
-    """The nodes of a test, by name: they fetch from each other. Closed at its end."""
+    """The nodes of a test, by name: they fetch from each other. Closed at its end.
+
+    Attributes:
+        lost: chunks that were taken away from a node while no other one had them pinned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[bytes] = []
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +125,15 @@ class Nodes(dict[str, "Node"]):
     def __exit__(self, *_: object) -> None:
         for node in self.values():
             node.close()
+
+    def start(self, name: str, controller: Controller, *spaces: Namespace, **more: Any) -> Node:
+        """A node that is registered, and of which the directory knows all."""
+        made = Node(self, name, controller.url, spaces, **more)
+        until(
+            lambda: any(n["node"] == name and n["synced"] for n in controller.get("/v1/nodes")["nodes"]),
+            f"{name} is there",
+        )
+        return made
 
     def where(self, digest: bytes) -> set[str]:
         """Names of the nodes that have a chunk."""
@@ -126,7 +145,9 @@ class Node:
 
     Attributes:
         commands: those that it was told to do, with the names of their jobs.
-        before: called with each command before it is done, in the agent's thread; returns whether to do it.
+        before: called with each command before it is done, in a thread of its own; returns whether to do it.
+        after: called when it is done and before that is told; returns whether to tell.
+        urls: of controllers; when one does not answer, the next is tried, as behind a load balancer.
     """
 
     def __init__(
@@ -143,7 +164,7 @@ class Node:
         more: Sequence[m.TierFacts] = (),
     ) -> None:
         self.name = name
-        self.url = url
+        self.urls = [url]
         self.tiers = [Tier(m.TierFacts(tier, "fake", 1 << 20, shared=False, writable=True)) for tier in tiers]
         self.tiers += [Tier(facts) for facts in more]
         self.spaces = {space.id: space for space in spaces}
@@ -151,9 +172,7 @@ class Node:
         self.pins: dict[bytes, float | None] = {}
         self.commands: list[tuple[str, m.Command]] = []
         self.before: Callable[[str, m.Command], bool] = lambda _job, _command: True
-        self.held: set[bytes] = set()
-        """Chunks that a clear waits for."""
-        self.hits = 0
+        self.after: Callable[[str, m.Command], bool] = lambda _job, _command: True
         self._nodes = nodes
         self._token = token
         self._heartbeat = heartbeat
@@ -166,7 +185,9 @@ class Node:
         self._closing = threading.Event()
         self._cancelled: set[str] = set()
         nodes[name] = self
-        self._threads = [threading.Thread(target=each, name=f"{name}-{each.__name__}") for each in (self._run, self._beat)]
+        self._threads = [
+            threading.Thread(target=each, name=f"{name}-{each.__name__}") for each in (self._run, self._beat)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -209,7 +230,8 @@ class Node:
 
     def _talk(self) -> None:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        url = self.url.replace("http", "ws", 1) + m.PATH
+        self.urls.append(self.urls.pop(0))
+        url = self.urls[-1].replace("http", "ws", 1) + m.PATH
         with connect(url, additional_headers=headers, max_size=m.MAX_MESSAGE, open_timeout=SECONDS) as socket:
             self._epoch += 1
             self._send(
@@ -252,7 +274,9 @@ class Node:
 
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat):
-            self._say(m.Heartbeat(self._sequence, tuple(64 * sum(map(len, t.chunks.values())) for t in self.tiers), 0.25))
+            self._say(
+                m.Heartbeat(self._sequence, tuple(64 * sum(map(len, t.chunks.values())) for t in self.tiers), 0.25)
+            )
 
     def _change(self, tier: Tier, key: bytes, stored: set[bytes], removed: set[bytes]) -> None:
         with self._lock:
@@ -293,40 +317,48 @@ class Node:
         except InterruptedError:
             done = m.Progress(message.job, 0, total, {}, {}, m.CANCELLED)
         self._ended[message.job] = done
-        self._say(done)
+        if self.after(message.job, command):
+            self._say(done)
 
     def _carry_out(self, job: str, command: m.Command) -> tuple[dict[str, str], dict[str, int]]:
         if job in self._cancelled:
             raise InterruptedError
         if isinstance(command, m.ClearTier):
             return {}, self._clear(command)
-        key = command.namespace
         asked = [command.digests[at : at + 32] for at in range(0, len(command.digests), 32)]
-        everywhere = set().union(*(tier.of(key) for tier in self.tiers))
-        missing = {d.hex(): "not there" for d in asked if d not in everywhere}
-        if isinstance(command, m.PinChunks):
-            self.pins |= {d: command.seconds for d in asked if d.hex() not in missing}
-            return missing, {}
+        if isinstance(command, m.Fetch):
+            return self._fetch(command, asked), {}
+        if isinstance(command, (m.PinChunks, m.UnpinChunks)):
+            return self._pin(command, asked), {}
+        if isinstance(command, m.Drop):
+            self._nodes.lost += [
+                d for d in asked if not any(d in n.pins for n in self._nodes.values() if n is not self)
+            ]
+            for tier in self.tiers:
+                if command.tier in {"", tier.facts.name}:
+                    self._change(tier, command.namespace, set(), set(asked) & tier.of(command.namespace))
+            return {}, {}
+        return self._within(command, asked), {}
+
+    def _pin(self, command: m.PinChunks | m.UnpinChunks, asked: list[bytes]) -> dict[str, str]:
         if isinstance(command, m.UnpinChunks):
             for digest in asked:
                 self.pins.pop(digest, None)
-            return {}, {}
-        if isinstance(command, m.Drop):
-            for tier in self.tiers:
-                if command.tier in {"", tier.facts.name}:
-                    self._change(tier, key, set(), set(asked) & tier.of(key))
-            return {}, {}
-        if isinstance(command, m.Fetch):
-            return self._fetch(command, asked), {}
+            return {}
+        there = set().union(*(tier.of(command.namespace) for tier in self.tiers))
+        self.pins |= {d: command.seconds for d in asked if d in there}
+        return {d.hex(): "not there" for d in asked if d not in there}
+
+    def _within(self, command: m.Shift | m.RecodeChunks, asked: list[bytes]) -> dict[str, str]:
         here = self._tier(command.source if isinstance(command, m.Shift) else command.tier)
-        there = set(asked) & here.of(key)
-        if isinstance(command, m.Shift):
-            self._change(self._tier(command.target), key, there, set())
-            if not command.keep:
-                self._change(here, key, set(), there)
-        else:
+        there = set(asked) & here.of(command.namespace)
+        if isinstance(command, m.RecodeChunks):
             here.codecs |= dict.fromkeys(there, command.codec)
-        return {d.hex(): f"not in {here.facts.name}" for d in asked if d not in there}, {}
+        else:
+            self._change(self._tier(command.target), command.namespace, there, set())
+            if not command.keep:
+                self._change(here, command.namespace, set(), there)
+        return {d.hex(): f"not in {here.facts.name}" for d in asked if d not in there}
 
     def _fetch(self, command: m.Fetch, asked: list[bytes]) -> dict[str, str]:
         peer = self._nodes[command.peer.removeprefix("fake:")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from controller_rig import CHUNK, PAGE, Controller, Node, Nodes, digests, namespace, until
+from controller_rig import CHUNK, PAGE, Controller, Nodes, digests, namespace, until
 
 from lmkv.agent.messages import TierFacts
 
@@ -31,19 +31,13 @@ def nodes(controller: Controller) -> Iterator[Nodes]:
         yield made
 
 
-def node(nodes: Nodes, name: str, controller: Controller, spaces: object = (SPACE,), **more: object) -> Node:
-    made = Node(nodes, name, controller.url, spaces, **more)  # type: ignore[arg-type]
-    until(lambda: any(n["node"] == name and n["synced"] for n in controller.get("/v1/nodes")["nodes"]), f"{name} is there")
-    return made
-
-
 def hits(controller: Controller, **body: object) -> dict[str, int]:
     answer = controller.post("lookup", {"model": "m", "tokens": PROMPT, **body})
     return {hit["node"]: hit["hit_tokens"] for hit in answer["nodes"]}
 
 
 def test_best_node_first_and_tiers_apart(nodes: Nodes, controller: Controller) -> None:
-    a, b = node(nodes, "a", controller), node(nodes, "b", controller)
+    a, b = nodes.start("a", controller, SPACE), nodes.start("b", controller, SPACE)
     a.store(CHUNKS[:2], SPACE)
     a.store(CHUNKS[:3], SPACE, "disk")
     b.store(CHUNKS[2:4], SPACE)
@@ -68,18 +62,18 @@ def test_best_node_first_and_tiers_apart(nodes: Nodes, controller: Controller) -
 
 
 def test_the_pages_of_a_tail_count(nodes: Nodes, controller: Controller) -> None:
-    a = node(nodes, "a", controller)
+    a = nodes.start("a", controller, SPACE)
     a.store([*CHUNKS, TAIL], SPACE)
     until(lambda: hits(controller) == {"a": 5 * CHUNK + PAGE}, "the tail counts")
     shorter = PROMPT[: CHUNK + PAGE]
-    b = node(nodes, "b", controller)
+    b = nodes.start("b", controller, SPACE)
     b.store(digests(shorter, SPACE), SPACE, "disk")
     until(lambda: hits(controller, tokens=shorter) == {"b": CHUNK + PAGE, "a": CHUNK}, "a tail of another length")
     assert hits(controller) == {"a": 5 * CHUNK + PAGE, "b": CHUNK + PAGE}
 
 
 def test_by_digests_and_by_namespace(nodes: Nodes, controller: Controller) -> None:
-    a = node(nodes, "a", controller)
+    a = nodes.start("a", controller, SPACE)
     a.store(CHUNKS[:3], SPACE)
     asked = {"namespace": SPACE.id.hex(), "digests": [each.hex() for each in CHUNKS]}
     until(lambda: controller.post("lookup", asked)["nodes"], "told")
@@ -94,7 +88,7 @@ def test_what_the_keys_depend_on(nodes: Nodes, controller: Controller) -> None:
     extras = Extras("tenant", "lora", "7", (MediaSpan("picture", 3, 4),))
     chain = KeyChain(CHUNK, PAGE, extras)
     chain.extend(PROMPT)
-    a = node(nodes, "a", controller)
+    a = nodes.start("a", controller, SPACE)
     a.store(chain.digests, SPACE)
     full = {
         "salt": "tenant",
@@ -109,7 +103,7 @@ def test_what_the_keys_depend_on(nodes: Nodes, controller: Controller) -> None:
 
 def test_all_namespaces_of_a_model(nodes: Nodes, controller: Controller) -> None:
     other = namespace(revision="r2", chunk=2 * CHUNK)
-    a, b = node(nodes, "a", controller), node(nodes, "b", controller, (SPACE, other))
+    a, b = nodes.start("a", controller, SPACE), nodes.start("b", controller, SPACE, other)
     a.store(CHUNKS[:3], SPACE)
     b.store(digests(PROMPT, other, tail=False)[:2], other)
     until(lambda: hits(controller) == {"b": 4 * CHUNK, "a": 3 * CHUNK}, "told")
@@ -126,7 +120,7 @@ def test_all_namespaces_of_a_model(nodes: Nodes, controller: Controller) -> None
 
 
 def test_a_node_that_is_silent_or_away_is_not_offered(nodes: Nodes, controller: Controller) -> None:
-    a = node(nodes, "a", controller)
+    a = nodes.start("a", controller, SPACE)
     a.store(CHUNKS, SPACE)
     until(lambda: hits(controller) == {"a": 5 * CHUNK}, "told")
     a.close()
@@ -135,7 +129,7 @@ def test_a_node_that_is_silent_or_away_is_not_offered(nodes: Nodes, controller: 
 
 def test_nodes_say_what_they_are(nodes: Nodes, controller: Controller) -> None:
     shared = TierFacts("s3", "s3", 0, shared=True, writable=False)
-    a = node(nodes, "a", controller, more=[shared])
+    a = nodes.start("a", controller, SPACE, more=[shared])
     a.store(CHUNKS[:2], SPACE)
     (state,) = until(
         lambda: [n for n in controller.get("/v1/nodes")["nodes"] if n["tiers"][0]["used_bytes"]], "a heartbeat"
@@ -155,7 +149,7 @@ def test_nodes_say_what_they_are(nodes: Nodes, controller: Controller) -> None:
 
 
 def test_metrics_page(nodes: Nodes, controller: Controller) -> None:
-    a = node(nodes, "a", controller)
+    a = nodes.start("a", controller, SPACE)
     a.store(CHUNKS, SPACE)
     until(lambda: hits(controller) == {"a": 5 * CHUNK}, "told")
     page = controller.client.get("/metrics")

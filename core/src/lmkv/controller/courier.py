@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from lmkv.agent import messages as m
-from lmkv.errors import ClosedError, LmkvError
+from lmkv.errors import LmkvError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmkv.controller")
 
 ENDED: Final = frozenset({m.DONE, m.FAILED, m.CANCELLED})
-AGAIN_SECONDS: Final = 0.5
-"""Between two tries to reach a node that is away."""
+LOOK_SECONDS: Final = 0.5
+"""Between two looks whether the node is there, and still the same."""
 ASK_SECONDS: Final = 5.0
 """A command of which nothing was heard for so long is sent again: the node answers with how far it is."""
 
@@ -102,22 +102,35 @@ class Courier:
         until = now() + self._timeout
         while call.progress.state not in ENDED:
             cancelling = call.cancelled
-            sent = await self._try(node, m.Cancel(call.name) if cancelling else m.Do(call.name, command))
+            connection = await self._send(node, m.Cancel(call.name) if cancelling else m.Do(call.name, command))
             # As long as it goes on telling there is nothing to say to it, unless somebody wants an end.
-            while call.progress.state not in ENDED and await call.news(ASK_SECONDS if sent else AGAIN_SECONDS):
+            while await self._heard(node, call, connection):
                 until = now() + self._timeout
-                if call.cancelled and not cancelling:
+                if call.progress.state in ENDED or call.cancelled != cancelling:
                     break
-            if now() > until:
-                await self._try(node, m.Cancel(call.name))
+            if call.progress.state not in ENDED and now() > until:
+                await self._send(node, m.Cancel(call.name))
                 raise LmkvError(f"node {node!r} said nothing for {self._timeout:g} s", kind="away", retryable=True)
         return call.progress
 
-    async def _try(self, node: str, message: m.Do | m.Cancel) -> bool:
-        """Whether the message is on its way."""
+    async def _heard(self, node: str, call: Call, connection: str) -> bool:
+        """Wait for news of a command that was sent over a connection; False: it is time to send it again."""
+        until = asyncio.get_running_loop().time() + (ASK_SECONDS if connection else 0.0)
+        while not await call.news(LOOK_SECONDS):
+            record = await self.record(node)
+            same = record is not None and record.connected and record.connection == connection
+            if not same or asyncio.get_running_loop().time() > until:
+                return False
+        return True
+
+    async def _send(self, node: str, message: m.Do | m.Cancel) -> str:
+        """The connection over which the message is on its way; empty: there is none."""
+        record = await self.record(node)
+        if record is None:
+            return ""
         try:
             await self._fleet.send(node, message)
-        except (ClosedError, LmkvError) as error:
+        except LmkvError as error:
             log.debug("%s for node %s is not sent: %s", type(message).__name__, node, error)
-            return False
-        return True
+            return ""
+        return record.connection

@@ -92,16 +92,18 @@ class Execution:
         fetched = await self._command(job, index, work.target, "fetch", fetch)
         failed = dict(fetched.failed)
         if fetched.state != m.DONE:
-            failed |= dict.fromkeys(_hexes(work.digests), _reason(fetched)) | fetched.failed
+            failed |= _all(work.digests, _reason(fetched)) | fetched.failed
         safe = _without(work.digests, failed)
-        if safe and work.remove and not job.cancelled:
-            if await self._there(work.target) != before or clock() - began > PIN_SECONDS / 2:
-                failed |= dict.fromkeys(_hexes(safe), f"stays on {work.source!r}: {work.target!r} has started anew")
+        if safe and work.remove:
+            if job.cancelled:
+                failed |= _all(safe, f"cancelled: copied, and not removed from {work.source!r}")
+            elif await self._there(work.target) != before or clock() - began > PIN_SECONDS / 2:
+                failed |= _all(safe, f"stays on {work.source!r}: {work.target!r} has started anew")
             else:
                 failed |= await self._drop(job, index, work, safe)
         # All of them: a fetch that was cancelled does not say which it has pinned.
         await self._command(job, index, work.target, "unpin", m.UnpinChunks(work.namespace, work.digests))
-        return Worked(index, _failures(work, failed), fetched.counts)
+        return Worked(index, _failures(work, failed), fetched.counts, cancelled=bool(failed) and job.cancelled)
 
     async def _drop(self, job: Job, index: int, work: Transfer, safe: bytes) -> dict[str, str]:
         """Take away at the source what is safe at the target; returns what could not be."""
@@ -109,8 +111,8 @@ class Execution:
             drop = m.Drop(work.namespace, safe, work.source_tier)
             dropped = await self._command(job, index, work.source, "drop", drop)
         except LmkvError as error:
-            return dict.fromkeys(_hexes(safe), f"copied, but not removed from {work.source!r}: {error}")
-        left = dropped.failed if dropped.state == m.DONE else dict.fromkeys(_hexes(safe), _reason(dropped))
+            return _all(safe, f"copied, but not removed from {work.source!r}: {error}")
+        left = dropped.failed if dropped.state == m.DONE else _all(safe, _reason(dropped))
         return {digest: f"copied, but not removed from {work.source!r}: {reason}" for digest, reason in left.items()}
 
     async def _command(self, job: Job, index: int, node: str, step: str, command: Command) -> m.Progress:
@@ -150,8 +152,10 @@ def _reason(progress: m.Progress) -> str:
 
 def _nothing_done(index: int, work: Work, reason: str, progress: m.Progress | None = None) -> Worked:
     known = {} if progress is None else progress.failed
-    failed = _failures(work, dict.fromkeys(_hexes(work.digests), reason) | known)
-    return Worked(index, failed, {} if progress is None else progress.counts, reason)
+    failed = _failures(work, _all(work.digests, reason) | known)
+    if progress is None:
+        return Worked(index, failed, {}, reason)
+    return Worked(index, failed, progress.counts, reason, progress.state == m.CANCELLED)
 
 
 def _failures(work: Work, failed: Mapping[str, str]) -> tuple[Failure, ...]:
@@ -163,8 +167,8 @@ def _failures(work: Work, failed: Mapping[str, str]) -> tuple[Failure, ...]:
     )
 
 
-def _hexes(blob: bytes) -> list[str]:
-    return [digest.hex() for digest in split_digests(blob)]
+def _all(blob: bytes, reason: str) -> dict[str, str]:
+    return {digest.hex(): reason for digest in split_digests(blob)}
 
 
 def _without(blob: bytes, failed: Mapping[str, str]) -> bytes:

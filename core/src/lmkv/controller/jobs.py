@@ -291,6 +291,6 @@ class Jobs:
 
 
 def _verdict(job: Job) -> State:
-    if job.cancelled and len(job.worked) < len(job.plan.works):
+    if job.cancelled and (len(job.worked) < len(job.plan.works) or any(w.cancelled for w in job.worked.values())):
         return CANCELLED
     return FAILED if job.error else DONE

@@ -131,6 +131,8 @@ class Worked(msgspec.Struct, frozen=True, tag="worked"):
     counts: dict[str, int] = {}
     error: str = ""
     """Why it was not done as a whole."""
+    cancelled: bool = False
+    """It ended before all was done, as somebody wished."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
