@@ -132,26 +132,15 @@ class Fetcher:
         return await self._stack.room.wait(until, lambda: self._stack.room.for_load(nbytes))
 
     async def _pull(self, peer: str, objects: Mapping[ChunkKey, MemoryObject]) -> list[Outcome]:
-        """Read frames of a peer into `objects`. The pull owns them, too, until it has ended, whoever waits for it."""
+        """Read frames of a peer into `objects`, one outcome each; `LmkvError` when the peer is not to be had."""
         if self._peers is None:
             raise ConfigError("this node talks to no peers: see the section `peer` of its configuration")
         if not objects:
             return []
         link = self._peers.link(peer)
         until = time.monotonic() + PULL_SECONDS
-        pull = link.pull(list(objects), list(objects.values()), until, bring=True)
-        for obj in objects.values():
-            obj.retain("pull")
-        pulling = asyncio.wrap_future(self._peers.submit(pull))
-
-        def ended(future: asyncio.Future[list[Outcome]]) -> None:
-            for obj in objects.values():
-                obj.release("pull")
-            if not future.cancelled():
-                future.exception()  # asked, should nobody wait any more
-
-        pulling.add_done_callback(ended)
-        return await asyncio.shield(pulling)
+        # Ends when nothing of it touches the memory any more, also when this job is cancelled.
+        return await self._peers.attend(link.pull(list(objects), list(objects.values()), until, bring=True))
 
     async def _store(self, order: Order, frames: Sequence[tuple[MemoryObject, Trailer]]) -> None:
         """One chunk whose frames have come: into the index, into the tier, under its pin."""

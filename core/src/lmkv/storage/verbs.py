@@ -79,10 +79,10 @@ class Verbs:
             )
         finally:
             entry.let_go()
+            self._stack.settle(entry)
         done = all(copied)
         if done and not keep:
-            entry.leaving |= source.bit
-        self._stack.settle(entry)
+            self.drop(entry, (source,))
         return done
 
     def recodable(self, tier: str, codec: str) -> Tier:
