@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from lmkv.errors import ClosedError
 from lmkv.peer import line as lines
 from lmkv.peer.line import Line
-from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions
+from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
 from lmkv.peer.wire import open_data
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class _Served(threading.Thread):
         self._pool = pool
         self._may = {lines.READ: guard.may_read, lines.WRITE: guard.may_write}
         self._throttle = context.throttle
+        self._served = context.served
         self._ended = ended
         self._touched: Sequence[Region] = ()
         self._cut = threading.Event()
@@ -169,6 +170,7 @@ class _Served(threading.Thread):
             self._touched = ()
         if operation == lines.WRITE:
             self._line.send([lines.reply(lines.DONE)], time.monotonic() + PATIENCE)
+        self._served(self.session, sum(region.nbytes for region in regions))
 
     def _move(self, operation: int, piece: Sequence[Region]) -> None:
         """One piece of a request, and the rest that it costs."""
@@ -243,7 +245,7 @@ class TcpChannel(Channel):
         total = check_regions(remote, local, self._pool)
         if not total:
             return
-        first, *others = _shares(remote, local, total, min(self._sockets, -(-total // SHARE)))
+        first, *others = _shares(neighbours(remote, local), total, min(self._sockets, -(-total // SHARE)))
         try:
             futures = [self._crew.submit(self._carry, operation, share, until) for share in others]
         except RuntimeError as e:  # shut down
@@ -338,7 +340,12 @@ class TcpChannel(Channel):
 
     def _greeted(self, number: int, until: float) -> Line:
         """A new socket that the peer has admitted."""
-        line = Line(open_data(self._reach, number, until))
+        try:
+            line = Line(open_data(self._reach, number, until))
+        except TransportError as e:
+            if time.monotonic() >= until:
+                raise DeadlineError(str(e)) from e
+            raise
         try:
             lines.take_ready(line, until)
         except BaseException:
@@ -365,31 +372,19 @@ def _pieces(regions: Sequence[Region]) -> Iterator[list[Region]]:
         yield piece
 
 
-def _shares(
-    remote: Sequence[Region], local: Sequence[Region], total: int, number: int
-) -> list[list[tuple[Region, Region]]]:
-    """The pairs of a call in `number` lists of about equal bytes; neighbours on both sides are made one."""
+def _shares(pairs: Sequence[tuple[Region, Region]], total: int, number: int) -> list[list[tuple[Region, Region]]]:
+    """The pairs of a call in `number` lists of about equal bytes; long ones are cut."""
     quota = -(-total // number // _ALIGNED) * _ALIGNED
     shares: list[list[tuple[Region, Region]]] = [[]]
     room = quota
-    for there, here in zip(remote, local, strict=True):
+    for there, here in pairs:
         done = 0
         while done < here.nbytes:
             if not room:
                 shares.append([])
                 room = quota
             part = min(room, here.nbytes - done)
-            _append(shares[-1], Region(there.offset + done, part), Region(here.offset + done, part))
+            shares[-1].append((Region(there.offset + done, part), Region(here.offset + done, part)))
             done += part
             room -= part
     return shares
-
-
-def _append(share: list[tuple[Region, Region]], there: Region, here: Region) -> None:
-    if share:
-        before_there, before_here = share[-1]
-        if sum(before_there) == there.offset and sum(before_here) == here.offset:
-            nbytes = before_here.nbytes + here.nbytes
-            share[-1] = (Region(before_there.offset, nbytes), Region(before_here.offset, nbytes))
-            return
-    share.append((there, here))

@@ -73,6 +73,13 @@ class Throttle(Protocol):
         """
 
 
+class Served(Protocol):
+    """Told what peers have moved here, for the node's figures. Called in threads of the transport; must be quick."""
+
+    def __call__(self, session: int, nbytes: int) -> None:
+        """So many bytes of that session's, read or written, are done. With `remote_memory` the peer says so itself."""
+
+
 class Reach(NamedTuple):
     """How to open data sockets to the peer's own port."""
 
@@ -92,6 +99,11 @@ def unlimited(nbytes: int, seconds: float) -> float:
     return 0.0
 
 
+def uncounted(session: int, nbytes: int) -> None:
+    """The `Served` that nobody asks."""
+    del session, nbytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
     """What the core tells a transport when it makes it."""
@@ -104,6 +116,8 @@ class TransportContext:
     """Connections to each peer that bytes may travel over at a time."""
     throttle: Throttle = unlimited
     """Limits what this node serves."""
+    served: Served = uncounted
+    """Counts what this node serves."""
 
 
 class Transport(ABC):
@@ -219,3 +233,17 @@ def check_regions(remote: Sequence[Region], local: Sequence[Region], pool: Pool)
             raise ValueError(f"{here} is not inside a pool of {pool.nbytes} bytes")
         total += here.nbytes
     return total
+
+
+def neighbours(remote: Sequence[Region], local: Sequence[Region]) -> list[tuple[Region, Region]]:
+    """The pairs of a call in order, of which those that follow each other on both sides are made one."""
+    pairs: list[tuple[Region, Region]] = []
+    for there, here in zip(remote, local, strict=True):
+        if pairs:
+            before_there, before_here = pairs[-1]
+            if sum(before_there) == there.offset and sum(before_here) == here.offset:
+                nbytes = before_here.nbytes + here.nbytes
+                pairs[-1] = (Region(before_there.offset, nbytes), Region(before_here.offset, nbytes))
+                continue
+        pairs.append((there, here))
+    return pairs

@@ -1,0 +1,263 @@
+"""The transport over NIXL: a node's hardware, or the kernel, reads and writes a peer's pool by itself.
+
+A node has two agents. One is for others: the pool is registered with it once, its metadata is what `advertise` says,
+and it lives as long as the transport. The other one begins transfers to peers. A transfer that is late cannot be taken
+back: the library says that it has released it, and the bytes arrive nevertheless. Nothing but the end of an agent ends
+what it has begun, so then the second one is destroyed, and the next transfer begins with a new one.
+
+NIXL also copies through ordinary TCP sockets. That is slower than the core's own transport over TCP, and the library
+ends a process whose peer goes at a bad moment; so it is not used, see `Doorstep.check` and `NixlChannel.knock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
+from lmkv_backend_nixl_pd.agent import Agent, Starter, bindings
+from lmkv_backend_nixl_pd.doorstep import DOOR_BYTES, SIGN_BYTES, Blob, Doorstep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lmkv.memory import Pool
+    from lmkv.peer.transport import Guard, Reach, TransportContext
+
+BATCH_BYTES: Final = 128 << 20
+"""Of one transfer at most: where the kernel copies, a transfer cannot be stopped before it is done."""
+BATCH_REGIONS: Final = 4096
+SPINS: Final = 20
+"""Times that a transfer is asked at once whether it is done, before the thread sleeps in between."""
+SLEEPS: Final = (20e-6, 1e-3)
+"""Seconds of the first sleep and of the longest; each is half as long again as the one before."""
+KNOCKS: Final = 5
+NOTES_SECONDS: Final = 1.0
+"""Between two looks at what peers have moved here."""
+CONNECT_SECONDS: Final = 5.0
+_NOTE: Final = struct.Struct("<8sQQ")
+_NOTE_MARK: Final = b"lmkvnote"
+
+log = logging.getLogger(__name__)
+
+
+class NixlTransport(Transport):
+    """Registers the pool once; begins transfers in the threads that ask for them."""
+
+    name = "nixl"
+    remote_memory = True
+
+    def __init__(self, pool: Pool, guard: Guard, context: TransportContext) -> None:
+        """`guard` is not asked: nothing here could stop a peer."""
+        del guard
+        self.pool = pool
+        self.address = pool.address
+        self._mapping = pool.view  # as long as an agent lives, this memory must stay where it is
+        self._library = bindings()
+        self._served = context.served
+        self._name = f"{context.node}-{context.incarnation:x}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._starter: Starter | None = None
+        self._closed = threading.Event()
+        self.door = door = Doorstep()
+        memory = [(self.address, pool.nbytes), (door.address, DOOR_BYTES)]
+        self._agent = Agent(self._library, self._name, memory)
+        self._blob = Blob(
+            door.machine, door.devices, door.sign, door.address, self.address, pool.nbytes, self._agent.metadata
+        ).pack()
+        self._reader = threading.Thread(target=self._read_notes, name="lmkv-nixl-notes", daemon=True)
+        self._reader.start()
+
+    def advertise(self) -> bytes:
+        """Where the node is, where its pool and its doorstep lie, and the agent's metadata."""
+        return self._blob
+
+    def connect(self, reach: Reach, blob: bytes) -> NixlChannel:
+        """As the contract says. The way is in `blob`; `reach` only says the session."""
+        there = Blob.unpack(blob)
+        self.door.check(there)
+        starter = self._current()
+        channel = NixlChannel(self, starter, starter.join(there.metadata), there, reach.session)
+        try:
+            channel.knock(time.monotonic() + CONNECT_SECONDS)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def retire(self, starter: Starter, why: str) -> None:
+        """A transfer of that one has to end now: when this returns it touches no memory any more."""
+        with self._lock:
+            if self._starter is starter:
+                self._starter = None
+                log.warning("nixl: %s, and a transfer that goes on: all transfers of this node begin anew", why)
+        starter.agent.destroy()
+
+    def close(self) -> None:
+        """As the contract says."""
+        self._closed.set()
+        with self._lock:
+            starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.agent.destroy()
+        self._reader.join()
+        self._agent.destroy()
+        self._mapping = memoryview(b"")
+
+    def _current(self) -> Starter:
+        """The agent that begins transfers, made when it is first needed."""
+        with self._lock:
+            if self._closed.is_set():
+                raise TransportError("the transport is closed")
+            if self._starter is None:
+                name = f"{self._name}-{next(self._numbers)}"
+                self._starter = Starter(self._library, name, (self.address, self.pool.nbytes))
+            return self._starter
+
+    def _read_notes(self) -> None:
+        """Counts what peers have moved. Some microseconds each time; the library would keep the notes for ever."""
+        while not self._closed.wait(NOTES_SECONDS):
+            try:
+                notes = self._agent.notes()
+            except TransportError as e:
+                log.debug("nixl: %s", e)
+                continue
+            for note in notes:
+                if len(note) == _NOTE.size and note.startswith(_NOTE_MARK):
+                    self._served(*_NOTE.unpack(note)[1:])
+
+
+class NixlChannel(Channel):
+    """One peer, as long as the agent that begins transfers lives."""
+
+    def __init__(self, transport: NixlTransport, starter: Starter, peer: str, there: Blob, session: int) -> None:
+        """Takes over a count of `peer` in `starter`."""
+        self._transport = transport
+        self._starter = starter
+        self._peer = peer
+        self._there = there
+        self._session = session
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def knock(self, until: float) -> None:
+        """Read the peer's doorstep, to see that it is there and how bytes travel.
+
+        Between two processes of one machine without RDMA devices the kernel must copy: that is done when it begins.
+        """
+        door = self._transport.door
+        quick = False
+        for _ in range(KNOCKS):
+            address, view = self._starter.slot()
+            handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)])
+            quick = quick or done
+            try:
+                self._wait(handle, until, done=done)
+            finally:
+                with contextlib.suppress(TransportError):
+                    self._starter.agent.release(handle)
+            if view != self._there.sign:
+                raise TransportError("nixl reads somebody else's memory: not the process that was to be reached")
+            if quick or (door.devices and self._there.devices):
+                return
+        raise TransportError("nixl would copy through sockets: the kernel does not let it copy between the processes")
+
+    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+        """As the contract says."""
+        self._move("read", remote, local, until)
+
+    def write(self, local: Sequence[Region], remote: Sequence[Region], until: float) -> None:
+        """As the contract says."""
+        self._move("write", remote, local, until)
+
+    def close(self) -> None:
+        """As the contract says."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._starter.leave(self._peer)
+
+    def _move(self, operation: str, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+        check_regions(remote, local, self._transport.pool)
+        if any(region.offset + region.nbytes > self._there.nbytes for region in remote):
+            raise TransportError("regions that are not inside the peer's pool")
+        for batch in _batches(neighbours(remote, local)):
+            if time.monotonic() >= until:
+                raise DeadlineError("not done in time")
+            self._carry(operation, batch, until)
+
+    def _carry(self, operation: str, batch: Sequence[tuple[Region, Region]], until: float) -> None:
+        """One transfer, with one note to the peer when it is done."""
+        here = [(self._transport.address + region.offset, region.nbytes) for _, region in batch]
+        there = [(self._there.pool + region.offset, region.nbytes) for region, _ in batch]
+        note = _NOTE.pack(_NOTE_MARK, self._session, sum(region.nbytes for region, _ in batch))
+        handle, done = self._begin(operation, here, there, note)
+        try:
+            self._wait(handle, until, done=done)
+        except BaseException as e:
+            self._abandon(handle, e)
+            raise
+        self._starter.agent.release(handle)
+
+    def _begin(
+        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]], note: bytes = b""
+    ) -> tuple[int, bool]:
+        if self._closed:
+            raise TransportError("the channel is closed")
+        return self._starter.agent.begin(operation, here, there, self._peer, note)
+
+    def _wait(self, handle: int, until: float, *, done: bool) -> None:
+        """Until it is done: at first without sleep, then with longer and longer ones."""
+        pause, longest = SLEEPS
+        asked = 0
+        while not done:
+            if self._closed:
+                raise TransportError("the channel is closed")
+            if time.monotonic() >= until:
+                raise DeadlineError("the peer was too slow: not done in time")
+            if asked >= SPINS:
+                time.sleep(pause)
+                pause = min(longest, pause * 1.5)
+            asked += 1
+            done = self._starter.agent.done(handle)
+
+    def _abandon(self, handle: int, error: BaseException) -> None:
+        """Make sure that a transfer that has not ended well touches no memory any more."""
+        agent = self._starter.agent
+        if agent.retired:
+            agent.destroy()
+            return
+        if isinstance(error, TransportError) and not isinstance(error, DeadlineError) and not self._closed:
+            try:
+                agent.release(handle)  # it has ended by itself, with an error
+            except TransportError:
+                log.debug("nixl: a transfer that failed is not over", exc_info=True)
+            else:
+                return
+        self._transport.retire(self._starter, str(error))
+
+
+def _batches(pairs: Sequence[tuple[Region, Region]]) -> Iterator[list[tuple[Region, Region]]]:
+    """The pairs in lists of `BATCH_BYTES` and `BATCH_REGIONS` at most; long ones are cut."""
+    batch: list[tuple[Region, Region]] = []
+    room = BATCH_BYTES
+    for there, here in pairs:
+        done = 0
+        while done < here.nbytes:
+            part = min(room, here.nbytes - done)
+            batch.append((Region(there.offset + done, part), Region(here.offset + done, part)))
+            done += part
+            room -= part
+            if not room or len(batch) == BATCH_REGIONS:
+                yield batch
+                batch, room = [], BATCH_BYTES
+    if batch:
+        yield batch
