@@ -195,7 +195,7 @@ class AgentConversation:
         elif self._lost or message.epoch < self._epoch:
             return
         elif message.epoch > self._epoch or message.number > self._page:
-            self.lose(f"page {self._page} did not come")
+            self.lose(f"page {self._page if message.epoch == self._epoch else 0} did not come")
             return
         elif message.number < self._page or not self._paging:
             return  # came before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from urllib.parse import parse_qsl, urlsplit
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
@@ -19,11 +20,18 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "lmkv:fleet:"
 """Begins the name of every key."""
-SCHEMES: Final = ("redis://", "rediss://", "unix://")
+PORT: Final = 6379
 CONNECTIONS: Final = 16
 CONNECT_SECONDS: Final = 2.0
 SECONDS: Final = 5.0
 """For an answer. A call is tried once more on a new connection: all scripts may run twice."""
+
+_FORMS: Final = "write redis://[user:password@]host[:port][/database], rediss:// for TLS, or unix:///path"
+_OPTIONS: Final = {
+    "redis": frozenset[str](),
+    "rediss": frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}),
+    "unix": frozenset({"db"}),
+}
 
 
 class Script:
@@ -47,23 +55,21 @@ class Link:
 
     Attributes:
         client: redis-py's. What it raises becomes a `BackendError` within `reported`.
-        place: the URL without its password.
+        place: the URL without user and password.
 
     Raises:
         ConfigError: no such URL.
     """
 
     def __init__(self, url: str) -> None:
-        self.place = _shown(url)
-        if not url.startswith(SCHEMES):
-            raise ConfigError(f"{self.place}: no URL of a Redis: write redis://host:6379/0, rediss:// for TLS")
-        options = {"socket_timeout": SECONDS, "socket_connect_timeout": CONNECT_SECONDS, "retry": Retry(NoBackoff(), 1)}
+        self.place = _place(url)
+        times = {"timeout": SECONDS, "socket_timeout": SECONDS, "socket_connect_timeout": CONNECT_SECONDS}
         try:
             pool: Any = aioredis.BlockingConnectionPool.from_url(
-                url, max_connections=CONNECTIONS, timeout=SECONDS, **options
+                url, max_connections=CONNECTIONS, retry=Retry(NoBackoff(), 1), **times
             )
         except (ValueError, TypeError):
-            raise ConfigError(f"{self.place}: no URL of a Redis: a port or database that is no number") from None
+            raise ConfigError(f"no URL of a Redis: {_FORMS}") from None
         self.client: Any = aioredis.Redis(connection_pool=pool)
 
     @contextmanager
@@ -118,7 +124,31 @@ class Link:
             await self.client.connection_pool.disconnect()
 
 
-def _shown(url: str) -> str:
-    shown = mask(url.partition("?")[0])
-    # An '@' or '/' that should have been percent-encoded: what stands around it may be a password.
-    return shown if shown.count("@") <= 1 and ("@" not in shown or "***@" in shown) else "***"
+def _place(url: str) -> str:
+    """What a URL leads to, without user and password.
+
+    Raises:
+        ConfigError: no such URL. Says nothing of it, for any part may be a password that was not percent-encoded.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or PORT
+    except ValueError:
+        raise ConfigError(f"no URL of a Redis, the port is no number: {_FORMS}") from None
+    options = _OPTIONS.get(parts.scheme)
+    if options is None:
+        raise ConfigError(f"no URL of a Redis: {_FORMS}")
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if given.keys() - options:
+        raise ConfigError(f"no URL of a Redis: {parts.scheme}:// has the options {sorted(options) or 'none'}")
+    if "@" in parts.path or parts.netloc.count("@") > 1 or parts.fragment:
+        raise ConfigError("no URL of a Redis: '@', '/', '?' and '#' in user or password are written %40, %2F, %3F, %23")
+    database = parts.path.strip("/") or "0"
+    if parts.scheme == "unix":
+        if len(parts.path) > 1:
+            return f"unix://{parts.path}"
+        raise ConfigError(f"no URL of a Redis, no path: {_FORMS}")
+    if not parts.hostname or not (database.isascii() and database.isdecimal()):
+        raise ConfigError(f"no URL of a Redis, no host or a database that is no number: {_FORMS}")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port}/{database}"

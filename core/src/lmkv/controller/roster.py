@@ -147,8 +147,6 @@ class MemoryRoster(Roster):
         if not self._current(record) or self._seen[record.name] >= self._clock() - self.timeout:
             return False
         del self._records[record.name], self._seen[record.name]
-        known = {namespace for each in self._records.values() for namespace in each.namespaces}
-        self._texts = {namespace: text for namespace, text in self._texts.items() if namespace in known}
         return True
 
     async def nodes(self) -> dict[str, NodeRecord]:
@@ -157,6 +155,8 @@ class MemoryRoster(Roster):
 
     async def namespaces(self) -> dict[bytes, str]:
         """As the contract says."""
+        known = {namespace for each in self._records.values() for namespace in each.namespaces}
+        self._texts = {namespace: text for namespace, text in self._texts.items() if namespace in known}
         return dict(self._texts)
 
     async def send(self, record: NodeRecord, message: FromController) -> bool:
