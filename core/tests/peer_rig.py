@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from storage_rig import FRAME, Client, namespace, storage
 
 from lmkv.config.peer import PeerConfig
-from lmkv.memory import MemoryObject
 from lmkv.peer.node import PeerNode
 from lmkv.plugins import PluginHost
 from lmkv.types import ChunkKey
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
     from lmkv.keys import KeyChain, Namespace
+    from lmkv.memory import MemoryObject
     from lmkv.peer.link import PeerLink
     from lmkv.storage.manager import StorageManager
     from lmkv.types import Outcome
@@ -107,7 +107,7 @@ async def peer(
     **settings: Any,
 ) -> AsyncIterator[Peer]:
     """A node that listens on the loopback (`listen=None`: it does not)."""
-    config = PeerConfig(**({"listen": "127.0.0.1:0", "share": "100%"} | settings))
+    config = PeerConfig(**({"listen": "127.0.0.1:0", "share": "100%", "transports": ("tcp",)} | settings))
     async with storage(ram=ram, pool=pool or 3 * ram, below=below, clock=clock) as manager:
         node = await PeerNode.start(
             config, manager, host or PluginHost.discover(), name=name, incarnation=secrets.randbits(62) + 1

@@ -26,6 +26,8 @@ log = logging.getLogger("lmkv.peer")
 
 CONNECT_SECONDS: Final = 5.0
 """For the connection and its handshake, whatever the first call's time is: those after it profit."""
+SILENCE_SECONDS: Final = 2.0
+"""A peer that says nothing for so long, while it is asked, has gone."""
 
 
 class Connection:
@@ -54,7 +56,8 @@ class Connection:
         self._writer = writer
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[m.Reply]] = {}
-        self._heard = time.monotonic()
+        self._unheard: float | None = None
+        """Since when a question is open and nothing at all was heard."""
         self._why = ""
         self._reading = asyncio.get_running_loop().create_task(self._read(reader))
 
@@ -74,13 +77,14 @@ class Connection:
             raise ClosedError(f"peer {self.node}: {self._why or 'the connection has ended'}")
         number = next(self._numbers)
         asked = time.monotonic()
+        self._unheard = self._unheard or asked
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(wire.encode(number, request))
             reply: m.Reply = await asyncio.wait_for(future, max(0.0, until - asked))
         except asyncio.TimeoutError:
-            if self._heard < asked:
-                self.close("it did not answer, nor anything else since")
+            if self._unheard is not None and time.monotonic() - self._unheard >= SILENCE_SECONDS:
+                self.close("it has fallen silent")
             raise ClosedError(f"peer {self.node} did not answer in time", kind="deadline") from None
         finally:
             self._pending.pop(number, None)
@@ -110,7 +114,7 @@ class Connection:
         try:
             while True:
                 number, reply = wire.decode_reply(await receive(reader, m.MAX_MESSAGE))
-                self._heard = time.monotonic()
+                self._unheard = None
                 if number == 0 and isinstance(reply, m.PeerRefused):
                     why = f"the peer ended the connection: {reply.message}"
                     return

@@ -149,8 +149,9 @@ class PeerSession:
         digests = m.split_digests(message.digests)
         if not message.shards or len(message.shards) * len(digests) > m.MAX_FRAMES:
             raise ProtocolError(f"a lease of {len(digests)} chunks in {len(message.shards)} shards")
-        until = self._hall.clock() + max(0.0, min(message.wait, self._hall.seconds))
-        await self._hall.turn(message.wait)
+        wait = _within(message.wait, self._hall.seconds)
+        until = self._hall.clock() + wait
+        await self._hall.turn(wait)
         held = [entry for entry in self._entries(message.namespace, digests) if entry is not None]
         for entry in held:
             entry.hold()
@@ -216,7 +217,7 @@ class PeerSession:
     def _grant(
         self, message: m.Lease, wanted: Sequence[Entry | None], objects: Sequence[MemoryObject | None]
     ) -> m.Leased:
-        seconds = max(0.0, min(message.seconds, self._hall.seconds))
+        seconds = _within(message.seconds, self._hall.seconds)
         offsets = tuple(m.ABSENT if obj is None else obj.offset for obj in objects)
         lengths = tuple(0 if obj is None else obj.nbytes for obj in objects)
         held = [obj for obj in objects if obj is not None]
@@ -353,6 +354,11 @@ class PeerSession:
 
     async def _await(self, message: m.Await) -> m.TransferState:
         return await self._hall.incoming.wait(m.check_transfer(message.transfer), message.seconds)
+
+
+def _within(seconds: float, most: float) -> float:
+    """`seconds` if they are a time of `most` at most; no number is none."""
+    return seconds if 0.0 <= seconds <= most else most
 
 
 def _bytes(objects: Sequence[MemoryObject | None]) -> int:
