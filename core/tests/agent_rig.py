@@ -78,6 +78,7 @@ class Controller:
                 self._connection.transport.abort()
             self._server.close()
             self._server = None
+            self.synced = False
 
     async def send(self, message: m.Message) -> None:
         assert self._connection is not None
