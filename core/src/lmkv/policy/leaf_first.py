@@ -24,14 +24,18 @@ _SLACK: Final = 64
 
 
 class _Entry:
-    __slots__ = ("alive", "key", "parent", "queued", "used")
+    """A chunk that is cached, or that is the parent of one that is."""
 
-    def __init__(self, key: ChunkKey, used: int) -> None:
+    __slots__ = ("cached", "continuations", "key", "parent", "queued", "used")
+
+    def __init__(self, key: ChunkKey) -> None:
         self.key = key
-        self.parent: ChunkKey | None = None
-        self.used = used
+        self.cached = False
+        self.parent: _Entry | None = None
+        self.continuations = 0
+        """Cached entries whose parent it is."""
         self.queued = False
-        self.alive = True
+        self.used = 0
 
 
 class LeafFirstLRU:
@@ -42,39 +46,22 @@ class LeafFirstLRU:
     """
 
     def __init__(self) -> None:
-        self._clock = count()
+        self._clock = count(1)
         self._entries: dict[ChunkKey, _Entry] = {}
-        self._continuations: dict[ChunkKey, int] = {}
-        """Cached continuations of a chunk, whether or not it is cached itself; never 0."""
         self._heap: list[tuple[int, _Entry]] = []
         self._leaves = 0
 
     def add(self, key: ChunkKey, parent: bytes | None) -> None:
         """`key` was stored; it becomes the most recently used. Entries come in any order, continuations first too."""
         entry = self._note(key, parent)
-        if key not in self._continuations:
+        if not entry.continuations:
             self._queue(entry)
 
     def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
-        """As `add` for each in turn, but only the leaves that remain are queued; much quicker into an empty policy."""
-        entries, continuations = self._entries, self._continuations
-        if entries:
-            for entry in [self._note(key, parent) for key, parent in parents.items()]:
-                if entry.key not in continuations:
-                    self._queue(entry)
-            return
-        clock = self._clock
-        for key, parent in parents.items():
-            entry = entries[key] = _Entry(key, next(clock))
-            namespace, shard, digest = key
-            if parent and parent != digest:
-                entry.parent = before = ChunkKey(namespace, shard, parent)
-                continuations[before] = continuations.get(before, 0) + 1
-        leaves = [entry for key, entry in entries.items() if key not in continuations]
-        for entry in leaves:
-            entry.queued = True
-        self._leaves = len(leaves)
-        self._heap = [(entry.used, entry) for entry in leaves]  # by time of use, so it is a heap
+        """As `add` for each in turn, but only the leaves that remain are queued."""
+        for entry in [self._note(key, parent) for key, parent in parents.items()]:
+            if not entry.continuations:
+                self._queue(entry)
 
     def touch(self, key: ChunkKey) -> None:
         """`key` was used. Unknown keys are ignored."""
@@ -84,12 +71,13 @@ class LeafFirstLRU:
 
     def remove(self, key: ChunkKey) -> None:
         """`key` has gone. Unknown keys are ignored."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            entry.alive = False
-            if key not in self._continuations:
+        entry = self._entries.get(key)
+        if entry is not None and entry.cached:
+            entry.cached = False
+            if not entry.continuations:
                 self._leaves -= 1
-            self._part(entry)
+                del self._entries[key]
+            self._follow(entry, None)
 
     def victims(
         self, nbytes: int, size: Callable[[ChunkKey], int], free: Callable[[ChunkKey], bool]
@@ -98,7 +86,7 @@ class LeafFirstLRU:
         seen: list[_Entry] = []
         # Chunks that become leaves when what is chosen has gone, and how many continuations of each are chosen.
         opened: list[tuple[int, _Entry]] = []
-        gone: dict[ChunkKey, int] = {}
+        gone: dict[_Entry, int] = {}
         try:
             while nbytes > 0:
                 entry = self._next(opened, seen)
@@ -108,10 +96,10 @@ class LeafFirstLRU:
                     continue
                 yield entry.key
                 nbytes -= size(entry.key)
-                before = self._entries.get(entry.parent) if entry.parent is not None else None
-                if before is not None:
-                    gone[before.key] = gone.get(before.key, 0) + 1
-                    if gone[before.key] == self._continuations[before.key]:
+                before = entry.parent
+                if before is not None and before.cached:
+                    gone[before] = gone.get(before, 0) + 1
+                    if gone[before] == before.continuations:
                         heappush(opened, (before.used, before))
         finally:
             for entry in seen:
@@ -122,7 +110,7 @@ class LeafFirstLRU:
         heap = self._heap
         while heap:
             used, entry = heap[0]
-            if self._is_ghost(entry):
+            if entry.continuations or not entry.cached:
                 heappop(heap)
                 entry.queued = False
             elif used != entry.used:
@@ -136,24 +124,26 @@ class LeafFirstLRU:
                 return entry
         return heappop(opened)[1] if opened else None
 
-    def _is_ghost(self, entry: _Entry) -> bool:
-        return not entry.alive or entry.key in self._continuations
-
     def _note(self, key: ChunkKey, parent: bytes | None) -> _Entry:
-        """`key` is there, most recently used, the continuation of `parent`. If it is a leaf the caller queues it."""
-        entry = self._entries.get(key)
+        """`key` is cached, most recently used, the continuation of `parent`. If it is a leaf the caller queues it."""
+        entries = self._entries
+        entry = entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(key, next(self._clock))
-            if key not in self._continuations:
+            entry = entries[key] = _Entry(key)
+        if not entry.cached:
+            entry.cached = True
+            if not entry.continuations:
                 self._leaves += 1
-        else:
-            entry.used = next(self._clock)
+        entry.used = next(self._clock)
         namespace, shard, digest = key
-        before = ChunkKey(namespace, shard, parent) if parent and parent != digest else None
-        if before != entry.parent:
-            self._part(entry)
-            entry.parent = before
-            self._join(before)
+        before = None
+        if parent and parent != digest:
+            before_key = ChunkKey(namespace, shard, parent)
+            before = entries.get(before_key)
+            if before is None:
+                before = entries[before_key] = _Entry(before_key)
+        if before is not entry.parent:
+            self._follow(entry, before)
         return entry
 
     def _queue(self, entry: _Entry) -> None:
@@ -165,33 +155,25 @@ class LeafFirstLRU:
         if len(self._heap) > 2 * self._leaves + _SLACK:
             kept = []
             for _, each in self._heap:
-                if self._is_ghost(each):
+                if each.continuations or not each.cached:
                     each.queued = False
                 else:
                     kept.append((each.used, each))
             heapify(kept)
             self._heap = kept
 
-    def _join(self, before: ChunkKey | None) -> None:
-        """`before` has one more continuation, and is no leaf."""
-        if before is None:
-            return
-        continuations = self._continuations.get(before, 0)
-        self._continuations[before] = continuations + 1
-        if not continuations and before in self._entries:
-            self._leaves -= 1
-
-    def _part(self, entry: _Entry) -> None:
-        """`entry` is no continuation of its parent any more; the parent may be a leaf now."""
-        before = entry.parent
-        if before is None:
-            return
-        left = self._continuations[before] - 1
-        if left:
-            self._continuations[before] = left
-            return
-        del self._continuations[before]
-        parent = self._entries.get(before)
+    def _follow(self, entry: _Entry, parent: _Entry | None) -> None:
+        """`entry` is a continuation of `parent` and no longer of what it was one of, which may be a leaf now."""
+        before, entry.parent = entry.parent, parent
         if parent is not None:
-            self._leaves += 1
-            self._queue(parent)
+            if parent.cached and not parent.continuations:
+                self._leaves -= 1
+            parent.continuations += 1
+        if before is not None:
+            before.continuations -= 1
+            if not before.continuations:
+                if before.cached:
+                    self._leaves += 1
+                    self._queue(before)
+                else:
+                    del self._entries[before.key]

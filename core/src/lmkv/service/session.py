@@ -254,9 +254,9 @@ class Session:
     def _fill_ended(self, slots: Sequence[Slot], filled: Sequence[Slot]) -> None:
         """A client has let go of the frames of a reservation; those that it has `filled` are stored."""
         stack = self._stack
-        for entry, shard, obj in slots:
+        for entry, shard, _ in slots:
             entry.shards[shard].filling = 0
-            stack.room.filling -= obj.nbytes
+        stack.room.filling -= sum([slot.object.nbytes for slot in slots])
         if filled:
             stack.store(filled)
             self._supersede(filled)

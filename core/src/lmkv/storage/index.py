@@ -248,7 +248,7 @@ class NamespaceIndex:
     def shorter(self, entry: Entry) -> Iterable[Entry]:
         """Every other entry whose pages are all among the first pages of `entry`."""
         entries = self.entries
-        first = entry.prefix(1)
+        first = entry.packed[:DIGEST_BYTES]
         if not self._nameless and self._families.get(first) is entry and first not in entries:
             return ()  # nothing else begins as it does
         return [entries[prefix] for prefix in entry.prefixes if prefix in entries]
@@ -261,7 +261,7 @@ class NamespaceIndex:
         return self._ghosts.get(digest, MissReason.NEVER_STORED)
 
     def _enter(self, entry: Entry) -> None:
-        first = entry.prefix(1)
+        first = entry.packed[:DIGEST_BYTES]
         family = self._families.setdefault(first, entry)
         if family is entry:
             return

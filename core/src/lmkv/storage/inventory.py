@@ -85,7 +85,8 @@ class Inventory:
         """As `record` for each in turn: what is stored together, or found at a start, least recently used first."""
         self.used += sum(sizes.values()) - sum(self.index[key] for key in sizes.keys() & self.index.keys())
         self.index.update(sizes)
-        self.unreadable.difference_update(sizes)
+        if self.unreadable:
+            self.unreadable.difference_update(sizes)
         if self.changed is not None:
             self.changed.update(sizes)
         if self._bulk is not None:
