@@ -229,6 +229,8 @@ class Jobs:
 
     def _cancel(self, job: Job) -> None:
         job.cancelled = True
+        if job.state == WAITING:
+            self._tasks[job.id].cancel()
         for call in job.calls.values():
             call.cancel()
 
@@ -255,6 +257,10 @@ class Jobs:
             await self._add(job, Ended(_verdict(job), time.time()))
             log.info("job %s: %s", job.id, job.state)
             self._metrics.inc("lmkv_controller_jobs_total", verb=job.plan.verb, state=job.state)
+        except asyncio.CancelledError:
+            if not job.cancelled or job.state != WAITING:
+                raise
+            await self._add(job, Ended(CANCELLED, time.time()))  # it waited for another one
         except LmkvError as error:
             # Only the journal raises here. What is not written down is done again by whoever adopts the job.
             log.warning("job %s: stopped, to be gone on with: %s", job.id, error, extra={"key": ("journal", job.id)})
