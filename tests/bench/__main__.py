@@ -35,6 +35,7 @@ BENCHES = {
     "redis": "redis:redis",
     "redis-lookup": "redis:lookup",
     "s3": "s3:s3",
+    "controller": "controller:directory",
     "vllm-misses": "vllm:misses",
     "vllm-first-token": "vllm:first_token",
 }
