@@ -1,0 +1,140 @@
+"""Two nodes in two processes: bytes come and go; one is killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from peer_rig import Peer, eventually, peer
+from proxy_rig import FaultProxy
+from storage_rig import chain, namespace
+
+from lmkv.errors import LmkvError
+from lmkv.frame import frame_bytes, seal, verify
+from lmkv.peer.link import Frame
+from lmkv.types import OutcomeKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lmkv.keys import KeyChain
+
+pytestmark = pytest.mark.anyio
+PAGE = 4 << 20
+SPACE = namespace(page_bytes=PAGE)
+FRAME = frame_bytes(2 * PAGE, 1)
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@contextmanager
+def child(chunks: int, *settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A node in another process, and its address."""
+    paths = [str(HERE), str(HERE.parent / "core/tests"), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "peer_child.py"), str(PAGE), str(chunks), *settings],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())["address"]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def node(name: str = "a", **settings: Any) -> Any:
+    return peer(name, ram=8 * FRAME, space=SPACE, **settings)
+
+
+def sealed(one: Peer, keys: KeyChain) -> list[Frame]:
+    found = []
+    for key in one.keys(keys):
+        entry = one.manager.index.entry(key)
+        assert entry is not None
+        obj = one.manager.stack.in_pool(entry, 0)
+        assert obj is not None
+        seal(obj.view, one.manager.stack.trailer(entry, 0))
+        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
+    return found
+
+
+async def test_pull_and_push_between_processes() -> None:
+    theirs, ours = chain(range(16)), chain(range(100, 108))
+    with child(4) as (process, address):
+        async with node() as a:
+            into = a.memory(4, FRAME)
+            until = time.monotonic() + 30
+            outcomes = await a.on(a.link(address).pull(a.keys(theirs), into, until))
+            assert [o.kind for o in outcomes] == [OutcomeKind.OK] * 4
+            assert a.client is not None
+            for key, obj in zip(a.keys(theirs), into, strict=True):
+                trailer = verify(obj.view, key)
+                assert obj.view[: trailer.raw_bytes] == a.client.payload(key.digest, 0, trailer.raw_bytes).data
+                obj.release("test")
+            a.store(ours)
+            frames = sealed(a, ours)
+            assert all(o.ok for o in await a.on(a.link(address).push(frames, until)))
+            for frame in frames:
+                frame.object.release("get")
+            has, _ = await a.on(a.link(address).has(SPACE.id, [*ours.digests, *theirs.digests], until))
+            assert all(has)
+            assert a.at_rest()
+        said, _ = process.communicate(timeout=30)
+        assert json.loads(said)["used"] == 6 * FRAME
+        assert process.returncode == 0
+
+
+async def test_killed_in_the_middle_of_a_read() -> None:
+    """The child serves with one per cent of its time: a read of a few milliseconds takes a second."""
+    keys = chain(range(16))
+    with child(4, "share=0.2%", "sockets=1") as (process, address):
+        async with node(sockets=1) as a:
+            link = a.link(address)
+            into = a.memory(4, FRAME)
+            for obj in into:
+                obj.view[:64] = bytes(64)
+            begun = time.monotonic()
+            reading = asyncio.ensure_future(a.on(link.pull(a.keys(keys), into, begun + 60)))
+            await eventually(lambda: into[0].view[:64] != bytes(64))
+            process.send_signal(signal.SIGKILL)
+            outcomes = await reading
+            assert [o.kind for o in outcomes] == [OutcomeKind.FAILED] * 4
+            assert time.monotonic() - begun < 30
+            for obj in into:
+                obj.release("test")
+            with pytest.raises(LmkvError):
+                await a.on(link.has(SPACE.id, keys.digests, time.monotonic() + 1))
+            assert a.at_rest()
+
+
+async def test_killed_in_the_middle_of_a_transfer() -> None:
+    keys = chain(range(100, 116))
+    with child(1) as (process, address), FaultProxy(int(address.rsplit(":", 1)[1])) as proxy:
+        async with node() as a:
+            a.store(keys)
+            link = a.link(proxy.address)
+            await a.on(link.agree(SPACE.json(), time.monotonic() + 20))
+            proxy.throttle(8 << 20)
+            a.node.outgoing.send("t", proxy.address, SPACE.id, keys.digests, 16, final=True)
+            await eventually(lambda: proxy.bytes_up > 2 << 20)
+            process.send_signal(signal.SIGKILL)
+            await eventually(lambda: a.node.outgoing.state("t").state == "failed", 30)
+            await eventually(a.at_rest)
