@@ -61,7 +61,7 @@ class Tap:
         self._listeners.append(listener)
         if self._task is None:
             for tier in self.own:
-                tier.changed = set()
+                tier.changed = {}
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def leave(self, listener: Listener) -> None:
@@ -110,7 +110,7 @@ class Tap:
         keys = tier.changed
         if not keys:
             return
-        tier.changed = set()
+        tier.changed = {}
         if len(keys) > MOST:
             self._lost("too many changes at once")
             return

@@ -41,7 +41,7 @@ class Inventory:
         index: bytes of each stored frame, for tiers that this node owns alone; empty for shared stores.
         used: bytes in `index` and in puts under way.
         unreadable: those in `index` whose codec or key is not here: kept until room is needed or a put replaces them.
-        changed: keys that came or went since somebody emptied it; None: nobody wants to know.
+        changed: keys that came or went since somebody emptied it, in order; None: nobody wants to know.
     """
 
     def __init__(self, settings: TierSettings, policy: EvictionPolicy | None, largest: int | None) -> None:
@@ -51,7 +51,7 @@ class Inventory:
         self.index: dict[ChunkKey, int] = {}
         self.used = 0
         self.unreadable: set[ChunkKey] = set()
-        self.changed: set[ChunkKey] | None = None
+        self.changed: dict[ChunkKey, int] | None = None
         self._largest = largest
         self._pending: dict[ChunkKey, int] = {}
         self._dying: dict[ChunkKey, int] = {}
@@ -77,7 +77,7 @@ class Inventory:
         self.index[key] = nbytes
         self.unreadable.discard(key)
         if self.changed is not None:
-            self.changed.add(key)
+            self.changed[key] = 0
         if self.policy is not None:
             self.policy.add(key, parent or None)
 
@@ -101,7 +101,7 @@ class Inventory:
         self.used -= nbytes
         self.unreadable.discard(key)
         if self.changed is not None:
-            self.changed.add(key)
+            self.changed[key] = 0
         if self.policy is not None:
             self.policy.remove(key)
         return nbytes
@@ -111,7 +111,7 @@ class Inventory:
         if key in self.index:
             self.unreadable.add(key)
             if self.changed is not None:
-                self.changed.add(key)
+                self.changed[key] = 0
 
     def offers(self, key: ChunkKey) -> bool:
         """`key` is stored and can be read here, as far as is known."""
