@@ -12,10 +12,13 @@ from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 
 from lmkv.frame import verify
 from lmkv.service import protocol as p
+from lmkv.storage.driver import Driver
 from lmkv.types import Health, HealthState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from lmkv.storage.driver import Call
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -162,5 +165,32 @@ def test_a_flood_of_stores_keeps_out_no_load() -> None:
             assert await client.load(found, keys) == [True, True]
             assert time.monotonic() - begin < 0.3, "it waits for the store that runs, not for those that wait"
             client.ask(p.Release(found.lease))
+
+    run(body())
+
+
+def test_a_tier_is_busy_until_its_books_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call has returned, but the loop does not know it yet: the frame cannot be evicted, nor is it counted."""
+    returned, go_on = threading.Event(), threading.Event()
+    plain = Driver._returned
+
+    def slowly(driver: Driver, call: Call) -> None:
+        plain(driver, call)
+        returned.set()
+        go_on.wait(10.0)
+
+    async def body() -> None:
+        async with storage(below=[(Shelf(), {"capacity": 10 * FRAME})]) as manager:
+            client, tier = Client(manager, namespace()), manager.tier("shelf1")
+            monkeypatch.setattr(Driver, "_returned", slowly)
+            try:
+                client.store(client.frames(chain(range(4))))
+                assert await asyncio.to_thread(returned.wait, 10.0)
+                assert tier.busy
+                assert not tier.index
+            finally:
+                go_on.set()
+            await client.settled()
+            assert len(tier.index) == 1
 
     run(body())

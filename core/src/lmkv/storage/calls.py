@@ -105,6 +105,11 @@ class Calls:
         """Every thread hangs in a call that has overrun its deadline: what is queued would wait for nothing."""
         return len(self._overdue) >= self.driver.threads
 
+    @property
+    def busy(self) -> bool:
+        """Calls wait or run, or have returned and the loop has not been told yet what they gave."""
+        return bool(self._pending) or self.driver.busy
+
     def start(self, request: Request) -> asyncio.Future[list[Outcome]]:
         """Begin a call. The future always gets one outcome per key, at the deadline at the latest, and never fails."""
         loop = asyncio.get_running_loop()

@@ -293,8 +293,8 @@ class Tier(Inventory):
 
     @property
     def busy(self) -> bool:
-        """Calls wait or run."""
-        return self._calls is not None and self._calls.driver.busy
+        """Calls wait or run, or have not been counted yet."""
+        return self._calls is not None and self._calls.busy
 
     def close(self, deadline: float) -> bool:
         """Stop the driver and close the backend, in at most about `deadline` seconds. Blocks: call it off the loop.
