@@ -70,7 +70,7 @@ class NodeStorage:
                 page.close()
             raise
         try:
-            if wanted(config.peer, storage.manager) or config.controller.url is not None:
+            if wanted(config.peer, storage.manager) or config.controller.url:
                 storage.peer = await PeerNode.start(
                     config.peer, storage.manager, host, name=storage.name, incarnation=storage.incarnation
                 )
