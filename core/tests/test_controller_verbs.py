@@ -128,18 +128,16 @@ def test_a_target_that_starts_anew_in_between_gets_nothing_taken_away(nodes: Nod
     a, b = (nodes.start(name, controller, SPACE) for name in "ab")
     a.store(CHUNKS, SPACE)
 
-    reach = b._carry_out
-
-    def lost(job: str, command: m.Command) -> Any:
-        done = reach(job, command)
+    def lost(_: str, command: m.Command) -> bool:
         if isinstance(command, m.Fetch):  # all is there; then the machine goes, and its memory with it
             b.tiers[0].chunks.clear()
             b.incarnation += 1
             b.cut()
+            until(lambda: not b.connected, "it is gone")
             until(lambda: b.connected, "it is back")
-        return done
+        return True
 
-    b._carry_out = lost  # type: ignore[method-assign]
+    b.after = lost
     job = controller.post("move", {**ASKED, "source": {"node": "a"}, "target": {"node": "b", "tier": "ram"}})
     assert job["state"] == "failed"
     assert "has started anew" in job["error"]

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         import websockets  # noqa: F401, PLC0415
     except ModuleNotFoundError as error:
         raise PluginError(f"the controller needs {error.name}, which is not installed: {EXTRA}") from None
+    from lmkv.controller.server import log_to  # noqa: PLC0415  after the look at what it needs
     from lmkv.controller.server import run as run_controller  # noqa: PLC0415  after the look at what it needs
     from lmkv.controller.settings import DEFAULT_LISTEN, Settings, interval, listen_address, size  # noqa: PLC0415
     from lmkv.observe.log import set_up  # noqa: PLC0415
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         step_timeout=interval("--step-timeout", options.step_timeout),
         max_body=size("--max-body", options.max_body),
     )
-    set_up(options.log_level, options.log_format)
+    log_to(set_up(options.log_level, options.log_format))
 
     def ready(server: ControllerServer) -> None:
         print(f"controller: {server.url}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from lmkv.controller.routes import public, router
 from lmkv.errors import BackendError, ClosedError, LmkvError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
@@ -30,26 +27,16 @@ _SUMMARY = "Knows which node of the fleet holds what, and carries out look-ups, 
 
 
 def build(settings: Settings) -> tuple[ASGIApp, Parts]:
-    """The application of a controller, and its parts, which the application's lifespan starts and closes.
+    """The application of a controller, and its parts, which the caller starts and closes.
 
     Raises:
         ConfigError: a file of tokens that cannot be used.
     """
     parts = Parts(settings)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await parts.start()
-        try:
-            yield
-        finally:
-            await parts.close()
-
     api = FastAPI(
         title="lmkv controller",
         summary=_SUMMARY,
         version=version("lmkv"),
-        lifespan=lifespan,
         openapi_url=None,  # served as one of our own routes, without pages that load scripts from elsewhere
         docs_url=None,
         redoc_url=None,

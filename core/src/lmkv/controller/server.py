@@ -14,7 +14,7 @@ import uvicorn
 from lmkv.agent.messages import MAX_MESSAGE
 from lmkv.controller.app import build
 from lmkv.controller.connections import protocol
-from lmkv.errors import ConfigError, LmkvError
+from lmkv.errors import ConfigError
 from lmkv.observe.address import loopback
 from lmkv.peer.ports import listen
 
@@ -59,7 +59,7 @@ class ControllerServer:
             ws="websockets-sansio",
             ws_max_size=MAX_MESSAGE,
             ws_per_message_deflate=False,
-            lifespan="on",
+            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -80,37 +80,39 @@ class ControllerServer:
         """It answers."""
         return self._server.started
 
-    async def serve(self) -> None:
-        """Answer until `stop`.
+    async def serve(self, ready: Callable[[ControllerServer], None] | None = None) -> None:
+        """Answer until `stop`; `ready` is called once everything is started.
 
         Raises:
             LmkvError: what starting its parts raised.
         """
-        failed: list[LmkvError] = []
         try:
-            await self._starting(failed)
+            # Not as the application's lifespan: of a failure uvicorn would tell nobody but its log.
+            await self.parts.start()
+            try:
+                if ready is not None:
+                    ready(self)
+                await self._server.serve([self._socket])
+            finally:
+                await self.parts.close()
         finally:
             self._socket.close()
-        if failed:
-            raise failed[0]
-
-    async def _starting(self, failed: list[LmkvError]) -> None:
-        start = self.parts.start
-
-        async def noted() -> None:
-            try:
-                await start()
-            except LmkvError as error:
-                failed.append(error)
-                raise
-
-        self.parts.start = noted  # type: ignore[method-assign]  # uvicorn itself says only that it failed
-        with contextlib.suppress(SystemExit):
-            await self._server.serve([self._socket])
 
     def stop(self) -> None:
         """End soon. From the loop's thread, or a signal handler."""
         self._server.should_exit = True
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Have what uvicorn itself warns of in the log of the controller."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    # It takes an agent's connection that is refused before its handshake for a fault of the application.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: "without completing handshake" not in record.getMessage()
+    )
 
 
 def run(settings: Settings, ready: Callable[[ControllerServer], None]) -> None:
@@ -126,8 +128,7 @@ def run(settings: Settings, ready: Callable[[ControllerServer], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         loop.add_signal_handler(signal.SIGHUP, _reload, server.parts)
-        ready(server)
-        await server.serve()
+        await server.serve(ready)
 
     if loopback(settings.host) is None and settings.certificate is None:
         log.warning("tokens and prompts cross the network as they are: give --tls-certificate, or put TLS before it")
