@@ -264,7 +264,7 @@ def test_more_than_can_be_sent_begins_the_stream_again(monkeypatch: pytest.Monke
             assert publisher._stale
             gate.set()
             await eventually(lambda: subscriber.agrees(manager))
-            assert manager.metrics.snapshot()["lmkv_kv_event_listings_total"] > listings
+            await eventually(lambda: manager.metrics.snapshot()["lmkv_kv_event_listings_total"] > listings)
             subscriber.close()
 
     asyncio.run(main())

@@ -135,6 +135,11 @@ class PeerNode:
         tls = "TLS" if contexts.listening is not None else "no TLS"
         log.info("node %s listens for peers on %s:%d (%s)", self.identity.node, host, port, tls)
 
+    @property
+    def load(self) -> float:
+        """See `Pace.load`."""
+        return self._hall.pace.load
+
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)

@@ -44,3 +44,8 @@ class Pace:
     def rest(self) -> float:
         """Seconds until more may be served; 0: now."""
         return max(0.0, self._free_at - self._clock())
+
+    @property
+    def load(self) -> float:
+        """How much of what is allowed others take now: 0 nothing, 1 all of it."""
+        return min(1.0, max(0.0, 1.0 + (self._free_at - self._clock()) / BURST))

@@ -74,7 +74,8 @@ class NodeStorage:
                 storage.peer = await PeerNode.start(
                     config.peer, storage.manager, host, name=storage.name, incarnation=storage.incarnation
                 )
-            storage._reports = await Reports.start(config, storage.manager, storage._facts(host))
+            peers = None if storage.peer is None else storage.peer.peers
+            storage._reports = await Reports.start(config, storage.manager, storage._facts(host), peers)
         except BaseException:
             await storage.close(1.0)
             raise
@@ -89,6 +90,7 @@ class NodeStorage:
             backends=backends,
             codecs=tuple(sorted(host.codecs)),
             endpoints=self._endpoints,
+            load=lambda: 0.0 if self.peer is None else self.peer.load,
         )
 
     def _endpoints(self) -> dict[str, str]:
