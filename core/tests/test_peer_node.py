@@ -157,6 +157,7 @@ def test_pace() -> None:
     assert 2.0 - BURST <= now[0] - 100 <= 2.0 + 0.1
     now[0] += 1000
     assert half.rest == 0.0
+    assert half.load == 0.0
     assert half(1 << 20, 0.01) == 0.0
     bounded = Pace(1.0, 1000, lambda: now[0])
     begin = now[0]
@@ -166,6 +167,9 @@ def test_pace() -> None:
     assert bounded.rest == 0.0
     bounded(2000, 0.0)
     assert bounded.rest == pytest.approx(2.0)
+    assert bounded.load == 1.0
+    now[0] += 2.0 + BURST / 2
+    assert bounded.load == pytest.approx(0.5)
 
 
 @pytest.mark.anyio

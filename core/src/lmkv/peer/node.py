@@ -72,6 +72,11 @@ class PeerNode:
         self._closed = False
         self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 
+    @property
+    def load(self) -> float:
+        """How busy it is with serving others: 0 not at all, 1 as much as it is allowed to."""
+        return self._hall.pace.load
+
     @classmethod
     async def start(
         cls, config: PeerConfig, manager: StorageManager, host: PluginHost, *, name: str, incarnation: int
