@@ -191,7 +191,11 @@ class Agent:
 
 
 class Starter:
-    """The agent that begins transfers, and the peers that it knows."""
+    """The agent that begins transfers, and the peers that it knows.
+
+    Attributes:
+        turn: held while a transfer is begun.
+    """
 
     def __init__(self, library: Any, name: str, pool: tuple[int, int]) -> None:
         """`pool`: address and bytes. Raises as `Agent`."""
@@ -200,6 +204,7 @@ class Starter:
         self._lock = threading.Lock()
         self._members: dict[str, int] = {}
         self._base = address_of(self._page)
+        self.turn = threading.Lock()
         self.agent = Agent(library, name, [pool, (self._base, DOOR_BYTES)])
 
     def join(self, metadata: bytes) -> str:

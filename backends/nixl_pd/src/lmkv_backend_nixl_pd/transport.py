@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmkv.memory import Pool
     from lmkv.peer.transport import Guard, Reach, TransportContext
 
-BATCH_BYTES: Final = 128 << 20
+BATCH_BYTES: Final = 64 << 20
 """Of one transfer at most: where the kernel copies, a transfer cannot be stopped before it is done."""
 BATCH_REGIONS: Final = 4096
 SPINS: Final = 20
@@ -156,7 +156,7 @@ class NixlChannel(Channel):
         quick = False
         for _ in range(KNOCKS):
             address, view = self._starter.slot()
-            handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)])
+            handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)], until)
             quick = quick or done
             try:
                 self._wait(handle, until, done=done)
@@ -199,7 +199,7 @@ class NixlChannel(Channel):
         here = [(self._transport.address + region.offset, region.nbytes) for _, region in batch]
         there = [(self._there.pool + region.offset, region.nbytes) for region, _ in batch]
         note = _NOTE.pack(_NOTE_MARK, self._session, sum(region.nbytes for region, _ in batch))
-        handle, done = self._begin(operation, here, there, note)
+        handle, done = self._begin(operation, here, there, until, note)
         try:
             self._wait(handle, until, done=done)
         except BaseException as e:
@@ -208,11 +208,22 @@ class NixlChannel(Channel):
         self._starter.agent.release(handle)
 
     def _begin(
-        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]], note: bytes = b""
+        self,
+        operation: str,
+        here: Sequence[tuple[int, int]],
+        there: Sequence[tuple[int, int]],
+        until: float,
+        note: bytes = b"",
     ) -> tuple[int, bool]:
-        if self._closed:
-            raise TransportError("the channel is closed")
-        return self._starter.agent.begin(operation, here, there, self._peer, note)
+        # Where the kernel copies, it does so in here. The library lets others spin until then: here they sleep.
+        if not self._starter.turn.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise DeadlineError("other transfers took too long: not done in time")
+        try:
+            if self._closed:
+                raise TransportError("the channel is closed")
+            return self._starter.agent.begin(operation, here, there, self._peer, note)
+        finally:
+            self._starter.turn.release()
 
     def _wait(self, handle: int, until: float, *, done: bool) -> None:
         """Until it is done: at first without sleep, then with longer and longer ones."""

@@ -96,7 +96,8 @@ class Admission:
         for engine in self._decode.ranked():
             waits.add(engine)
             try:
-                reply = await self._ask(engine.name, Admit(transfer=transfer, tokens=tokens, model=model))
+                with engine.use():  # requests that come meanwhile ask another one first
+                    reply = await self._ask(engine.name, Admit(transfer=transfer, tokens=tokens, model=model))
             except LmkvError as error:
                 logger.warning("admission at %s: %s", engine.name, error)
                 why = error.kind if error.kind == "too-large" else why

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from lmkv_backend_nixl_pd.proxy.client import bounded
 from lmkv_backend_nixl_pd.proxy.errors import EngineError
 from lmkv_backend_nixl_pd.proxy.forward import forward
 from lmkv_backend_nixl_pd.proxy.prompts import Prompt
@@ -75,7 +76,7 @@ class Controller:
             EngineError: there is no answer by `end`. It is left alone for a while then.
         """
         try:
-            nodes = await asyncio.wait_for(self._ask(model, tokens, salt), max(0.0, end - time.monotonic()))
+            nodes = await bounded(self._ask(model, tokens, salt), max(0.0, end - time.monotonic()))
         except asyncio.TimeoutError:
             self._rests_until = time.monotonic() + REST_SECONDS
             raise EngineError("silent", "no answer in time") from None
@@ -149,10 +150,11 @@ class CacheAware:
 
     async def _sized(self, prompt: Prompt) -> tuple[Tokens, str] | str:
         """Tokens and lmkv's name of the model, or a word for why they are not to be had."""
-        engine = self.main.next(desperate=True)
-        assert engine is not None  # the pool is never empty
+        engine = next(iter(self.main.ranked(peek=True)), None)
+        if engine is None:
+            return "no-engine"
         try:
-            return await asyncio.wait_for(self._tokens(prompt, engine.client), self._settings.lookup_timeout)
+            return await bounded(self._tokens(prompt, engine.client), self._settings.lookup_timeout)
         except asyncio.TimeoutError:
             engine.failed(EngineError("silent", "/tokenize: no answer in time"))
         except EngineError as error:

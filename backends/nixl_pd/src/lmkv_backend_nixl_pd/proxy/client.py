@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -17,12 +17,13 @@ from lmkv_backend_nixl_pd.proxy.errors import EngineError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
     from types import TracebackType
 
     from typing_extensions import Self
 
 Headers = list[tuple[bytes, bytes]]
+Result = TypeVar("Result")
 
 HOP_BY_HOP: Final = frozenset(
     (b"connection", b"expect", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection",
@@ -38,6 +39,18 @@ HIGH_WATER: Final = 256 << 10
 """Bytes of an answer that wait here for a slow client before the engine's socket is read no more."""
 _NO_BODY: Final = (204, 304)
 _FINAL: Final = 200
+
+
+async def bounded(work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes as the work ends."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task,), timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    raise asyncio.TimeoutError
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -175,15 +188,20 @@ class Client:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         where = f"{self._host}:{self._port}"
+        connection = _Connection(self, loop)
         try:
-            _, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: _Connection(self, loop), self._host, self._port, ssl=self._context),
+            await bounded(
+                loop.create_connection(lambda: connection, self._host, self._port, ssl=self._context),
                 self._connect_seconds,
             )
         except asyncio.TimeoutError:
+            connection.cut()
             raise EngineError("connect", f"{where}: no connection within {self._connect_seconds:g} s") from None
         except OSError as error:  # ssl.SSLError is one
             raise EngineError("connect", f"{where}: {error.strerror or error}") from error
+        except BaseException:
+            connection.cut()
+            raise
         return connection
 
 
@@ -199,7 +217,7 @@ class _Connection(asyncio.Protocol):
         self.began = self.done = False
         self._client = client
         self._loop = loop
-        self._transport: asyncio.Transport
+        self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._error: EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -213,6 +231,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = self._waiting_bytes = 0
         self._bodiless = bodiless
         self._parser = httptools.HttpResponseParser(self)
+        assert self._transport is not None
         try:
             if len(body) < HIGH_WATER:
                 self._transport.write(head + body)
@@ -245,7 +264,7 @@ class _Connection(asyncio.Protocol):
         """What has come of the body."""
         parts = self.parts
         self.parts, self._waiting_bytes = [], 0
-        if self._paused:
+        if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -260,19 +279,22 @@ class _Connection(asyncio.Protocol):
             self.cut()
 
     def cut(self) -> None:
-        """Close at once."""
-        self._transport.abort()
+        """Close at once, also if it is still to come."""
+        self.lost = True
+        if self._transport is not None:
+            self._transport.abort()
 
     # --- asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected."""
-        self._transport = transport  # type: ignore[assignment]  # of a stream socket
+        self._transport = cast("asyncio.Transport", transport)
+        if self.lost:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse it; the methods below are called from there."""
         if self._parser is None:  # nobody has asked for anything
-            self.lost = True
             self.cut()
             return
         self.began = True
@@ -286,7 +308,7 @@ class _Connection(asyncio.Protocol):
             self._fail(EngineError("protocol", f"the answer is no HTTP/1.1: {error}"))
         if self._head_bytes > MAX_HEAD and not self._head:
             self._fail(EngineError("protocol", f"the answer's headers are longer than {MAX_HEAD} bytes"))
-        if self._waiting_bytes > HIGH_WATER and not self._paused and not self.done:
+        if self._waiting_bytes > HIGH_WATER and not self._paused and not self.done and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from lmkv_backend_nixl_pd.proxy.client import bounded
 from lmkv_backend_nixl_pd.proxy.errors import ApiError, EngineError
 from lmkv_backend_nixl_pd.proxy.forward import forward
 from lmkv_backend_nixl_pd.proxy.prompts import CHAT, TEXT, Prompt
@@ -103,16 +104,18 @@ class PrefillDecode:
         tried: list[Engine] = []
         route = Route("no-prefill")
         end = time.monotonic() + self._settings.prefill_timeout
-        while len(tried) < self._settings.prefill_tries and (engine := self._prefill.next(tried)) is not None:
-            tried.append(engine)
+        while len(tried) < self._settings.prefill_tries and self._prefill.ranked(tried, peek=True):
             transfer = secrets.token_hex(16)  # another try is another transfer: nobody confuses the two
             placed = await self._place(transfer, tokens, model)
             if isinstance(placed, str):
                 return Route(placed, route.engine)
-            outcome, params = "failed", dict[str, Any]()
+            outcome, params = "no-prefill", dict[str, Any]()
             try:
-                with placed.use():  # requests that come meanwhile go elsewhere
-                    outcome, params = await self._compute(engine, prompt, transfer, placed, end)
+                engine = self._prefill.next(tried)
+                if engine is not None:
+                    tried.append(engine)
+                    with placed.use(), engine.use():  # requests that come meanwhile go elsewhere
+                        outcome, params = await self._compute(engine, prompt, transfer, placed, end)
             finally:
                 if not params:
                     self._admission.finish(placed, transfer, "aborted")
@@ -123,18 +126,19 @@ class PrefillDecode:
 
     async def _size(self, prompt: Prompt) -> tuple[int, str] | str:
         """Tokens and lmkv's name of the model; a word for why there is nothing to transfer."""
-        engine = self._prefill.next()
-        if engine is None:
-            return "no-prefill"
-        try:
-            tokens = await prompt.tokens(engine.client, self._settings.lookup_timeout)
-            model = await self._models.find(prompt.model, engine.client, prompt.headers)
-        except EngineError as error:
-            engine.failed(error)
-            return "not-tokenised"
-        if tokens is None or model is None:
-            return "not-tokenised"
-        return "short" if tokens.count < self._settings.min_prefill_tokens else (tokens.count, model.root)
+        why = "no-prefill"
+        for engine in self._prefill.ranked(peek=True)[: self._settings.prefill_tries]:
+            try:
+                tokens = await prompt.tokens(engine.client, self._settings.lookup_timeout)
+                model = await self._models.find(prompt.model, engine.client, prompt.headers)
+            except EngineError as error:
+                engine.failed(error)
+                why = "not-tokenised"
+                continue
+            if tokens is None or model is None:
+                return "not-tokenised"
+            return "short" if tokens.count < self._settings.min_prefill_tokens else (tokens.count, model.root)
+        return why
 
     async def _place(self, transfer: str, tokens: int, model: str) -> Engine | str:
         began = time.monotonic()
@@ -150,7 +154,7 @@ class PrefillDecode:
         target = CHAT if prompt.chat else TEXT
         began = time.monotonic()
         try:
-            status, content = await asyncio.wait_for(self._ask(engine, target, prompt, body), end - began)
+            status, content = await bounded(self._ask(engine, target, prompt, body), end - began)
         except asyncio.TimeoutError:
             engine.failed(EngineError("silent", "the prefill took too long"))
             return "failed", {}
@@ -167,10 +171,9 @@ class PrefillDecode:
     async def _ask(self, engine: Engine, target: str, prompt: Prompt, body: bytes) -> tuple[int, bytes]:
         """Status and content of a prefill engine's answer."""
         silence = self._settings.prefill_timeout
-        with engine.use() as client:
-            engine.served.inc()
-            with await client.send("POST", target.encode(), prompt.headers, body, silence=silence) as answer:
-                return answer.status, await answer.read(MAX_PREFILL_ANSWER)
+        engine.served.inc()
+        with await engine.client.send("POST", target.encode(), prompt.headers, body, silence=silence) as answer:
+            return answer.status, await answer.read(MAX_PREFILL_ANSWER)
 
 
 def alone(prompt: Prompt, least: int) -> str:

@@ -72,17 +72,13 @@ class Engine:
         """Ask /health once."""
         kind = "silent"
         try:
-            with await asyncio.wait_for(
-                self.client.send("GET", b"/health", (), b"", silence=HEALTH_SECONDS), HEALTH_SECONDS
-            ) as answer:
+            with await self.client.send("GET", b"/health", (), b"", silence=HEALTH_SECONDS) as answer:
                 await answer.read(1 << 16)
                 if answer.status in _OK:
                     self._misses = 0
                     self._set(up=True)
                     return
                 kind = "refused"
-        except asyncio.TimeoutError:
-            pass
         except EngineError as error:
             kind = error.kind
         self._misses += 1
@@ -112,9 +108,12 @@ class Pool:
         self._turn = 0
         self._load: Callable[[Engine], float] = (lambda e: e.busy) if choose == "least-loaded" else (lambda _: 0)
 
-    def ranked(self, without: Collection[Engine] = ()) -> list[Engine]:
-        """Engines that are up, best first: the least busy, and among equals (or by round robin) each in its turn."""
-        self._turn += 1
+    def ranked(self, without: Collection[Engine] = (), *, peek: bool = False) -> list[Engine]:
+        """Engines that are up, best first: the least busy, and among equals (or by round robin) each in its turn.
+
+        `peek`: for a question only, which takes no turn.
+        """
+        self._turn += not peek
         count = len(self.engines)
         turned = [self.engines[(self._turn + step) % count] for step in range(count)]
         return sorted((e for e in turned if e.up and e not in without), key=self._load)

@@ -129,7 +129,7 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(parts: Parts, sock: socket.socket) -> None:
-    server = _Server(uvicorn_config(parts))
+    server = server_of(parts)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -145,8 +145,8 @@ async def _serve(parts: Parts, sock: socket.socket) -> None:
         await server.serve(sockets=[sock])
 
 
-def uvicorn_config(parts: Parts) -> uvicorn.Config:
-    """How the application is served: nothing added to answers, nothing logged for each."""
+def server_of(parts: Parts) -> uvicorn.Server:
+    """What serves the application: it adds nothing to answers, logs nothing for each and leaves signals alone."""
     settings = parts.settings
     try:
         config = uvicorn.Config(
@@ -171,7 +171,7 @@ def uvicorn_config(parts: Parts) -> uvicorn.Config:
             f"--tls-certificate {settings.tls_certificate}, --tls-key {settings.tls_key}: {error}"
         ) from None
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it takes an answer that is cut off for a fault
-    return config
+    return _Server(config)
 
 
 def _engine_context(settings: Settings) -> ssl.SSLContext | None:
