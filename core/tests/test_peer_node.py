@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -300,3 +301,21 @@ def test_a_service_does_not_start_when_its_port_is_taken() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match=r"peer\.listen"):
             service(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.anyio
+async def test_a_transport_that_hangs_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The end comes in time; the pool stays mapped for whatever is still going on."""
+    go = threading.Event()
+    async with peer("b") as b:
+        transport = b.hall.transports["tcp"]
+        closing = transport.close
+        transport.close = lambda: (go.wait(20), closing())[1]  # type: ignore[method-assign]
+        begun = time.monotonic()
+        await b.node.close(0.2)
+        assert time.monotonic() - begun < 5
+        assert "stays mapped" in caplog.text
+        assert b.node._view is not None
+        go.set()
+        await b.node.close(20)
+        assert b.node._view is None

@@ -83,7 +83,7 @@ class Connection:
             self._writer.write(wire.encode(number, request))
             reply: m.Reply = await asyncio.wait_for(future, max(0.0, until - asked))
         except asyncio.TimeoutError:
-            if self._unheard is not None and time.monotonic() - self._unheard >= SILENCE_SECONDS:
+            if self._silent():
                 self.close("it has fallen silent")
             raise ClosedError(f"peer {self.node} did not answer in time", kind="deadline") from None
         finally:
@@ -91,6 +91,9 @@ class Connection:
         if isinstance(reply, m.PeerRefused):
             raise wire.error_of(reply, self.node)
         return reply
+
+    def _silent(self) -> bool:
+        return self._unheard is not None and time.monotonic() - self._unheard >= SILENCE_SECONDS
 
     def tell(self, message: m.Release | m.Abort) -> None:
         """Send what is not answered; a connection that has ended needs it no more."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmkv.peer")
 
 TIDY_SECONDS: Final = 0.25
+CLOSE_SECONDS: Final = 5.0
 
 
 @runtime_checkable
@@ -69,13 +70,11 @@ class PeerNode:
         self._hall = hall
         self._transports = transports
         self._listener: Listener | None = None
-        self._closed = False
+        self._manager = manager
+        self._closing: asyncio.Task[None] | None = None
+        self._view: memoryview | None = None
+        """While it closes: keeps the pool mapped, whoever closes that."""
         self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
-
-    @property
-    def load(self) -> float:
-        """How busy it is with serving others: 0 not at all, 1 as much as it is allowed to."""
-        return self._hall.pace.load
 
     @classmethod
     async def start(
@@ -153,11 +152,19 @@ class PeerNode:
             except Exception:  # one fault must not let everything later last for ever
                 log.exception("housekeeping of peers failed", extra={"key": "peer-housekeeping"})
 
-    async def close(self) -> None:
-        """The port, then the links, then transfers and transports. Before the storage closes. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+    async def close(self, deadline: float = CLOSE_SECONDS) -> None:
+        """The port, then the links, then transfers and transports. Before the storage closes. Idempotent.
+
+        Returns within `deadline` seconds. What has not ended by then goes on, and the pool stays mapped for it.
+        """
+        if self._closing is None:
+            self._view = self._manager.pool.view
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        done, _ = await asyncio.wait([self._closing], timeout=deadline)
+        if not done:
+            log.warning("closed while something is still under way with other nodes; the pool stays mapped")
+
+    async def _close(self) -> None:
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         if self._listener is not None:
@@ -172,6 +179,7 @@ class PeerNode:
             except Exception:  # a plugin's fault; the others still have to be closed
                 log.exception("transport %s did not close", name)
         self._hall.end()
+        self._view = None
 
 
 def _transports(

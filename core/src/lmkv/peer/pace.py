@@ -49,8 +49,3 @@ class Pace:
     def load(self) -> float:
         """How much of what is allowed others take now: 0 nothing, 1 all of it."""
         return min(1.0, max(0.0, 1.0 + (self._free_at - self._clock()) / BURST))
-
-    @property
-    def load(self) -> float:
-        """0: nobody was served lately; 1: as much as is allowed."""
-        return min(1.0, max(0.0, self._free_at - self._clock() + BURST) / BURST)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from lmkv.agent.client import Node
@@ -108,11 +109,12 @@ class NodeStorage:
 
     async def close(self, deadline: float = 5.0) -> None:
         """Stop within `deadline` seconds. Idempotent."""
+        until = time.monotonic() + deadline
         page, self.page = self.page, None
         if page is not None:
             await asyncio.to_thread(page.close)
         if self._reports is not None:
             await self._reports.close()
         if self.peer is not None:
-            await self.peer.close()
-        await self.manager.close(deadline)
+            await self.peer.close(deadline / 2)
+        await self.manager.close(max(0.1, until - time.monotonic()))
