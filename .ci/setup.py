@@ -1,8 +1,8 @@
 """Set up .venv for the Makefile: `python3 .ci/setup.py dev`, `… vllm`, `… pd` or `… test`.
 
 `dev` holds torch, the tools and all distributions of this workspace, editable. `vllm` adds a vLLM: the CPU build, with
-every version pinned, or the stock build where the machine has an NVIDIA GPU. `pd` adds NIXL to that, and `test` also the
-servers that tests start.
+every version pinned, or the stock build where the machine has an NVIDIA GPU. `pd` adds NIXL to that, and `test` the
+servers that tests start as well.
 A stamp beside each level holds a hash of all that decided its content: a second call returns at once, a changed list or
 pyproject.toml installs anew.
 
