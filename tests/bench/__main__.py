@@ -36,6 +36,7 @@ BENCHES = {
     "redis-lookup": "redis:lookup",
     "s3": "s3:s3",
     "controller": "controller:directory",
+    "proxy": "proxy:proxy",
     "peer": "peer:peer",
     "vllm-misses": "vllm:misses",
     "vllm-first-token": "vllm:first_token",
