@@ -269,16 +269,19 @@ class Visit(NamedTuple):
 
 
 class Traffic:
-    """Requests from `threads` threads, each with an engine of its own, from `start` to `stop`.
+    """Requests from `threads` threads, each with an engine of its own and `pause` seconds after each of its requests.
 
     A context manager; its end raises what went wrong in a thread, above all wrong bytes.
     """
 
-    def __init__(self, node: Node, *, threads: int = 4, known: Sequence[list[int]] = KNOWN) -> None:
+    def __init__(
+        self, node: Node, *, threads: int = 4, pause: float = 0.002, known: Sequence[list[int]] = KNOWN
+    ) -> None:
         self.node = node
         self.visits: list[Visit] = []
         self.queues: list[tuple[int, int]] = []
         self._known = known
+        self._pause = pause
         self._fresh = itertools.count(1_000_000, 1000)
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
@@ -332,7 +335,7 @@ class Traffic:
                 waited = time.monotonic() - at
                 request.run().store().finish()
                 self.visits.append(Visit(at, waited, request.computed))
-                time.sleep(0.002)
+                time.sleep(self._pause)
         except BaseException as error:  # noqa: BLE001  told to the test
             self._errors.append(error)
 
