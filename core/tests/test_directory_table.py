@@ -10,7 +10,7 @@ import pytest
 from directory_rig import blob, digest
 
 from lmkv.controller import memory_directory
-from lmkv.controller.digest_table import BATCH, SEGMENT, DigestTable
+from lmkv.controller.digest_table import BATCH, SEGMENT, DigestTable, distinct
 from lmkv.controller.memory_directory import MemoryDirectory
 from lmkv.controller.place_sets import PlaceSets
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def put(table: DigestTable, digests: Iterable[bytes], number: int) -> None:
-    rows = table.rows(table.keys(b"".join(digests)))
+    rows, _ = distinct(table.rows(table.keys(b"".join(digests))))
     table.write(rows, np.full(len(rows), number, np.uint32))
 
 
 def take_out(table: DigestTable, digests: Iterable[bytes]) -> None:
-    rows = table.known(table.keys(b"".join(digests)))
+    rows, _ = distinct(table.rows(table.keys(b"".join(digests))))
     table.write(rows, np.zeros(len(rows), np.uint32))
 
 

@@ -106,13 +106,8 @@ class DigestTable:
         numbers[rows < 0] = 0
         return numbers
 
-    def known(self, keys: Keys) -> Rows:
-        """Rows of those that have a row, each once, for `read` and `write` before anything else is called."""
-        rows = self._find(keys)
-        return _distinct(rows[rows >= 0])
-
     def rows(self, keys: Keys) -> Rows:
-        """Rows of all, made where there are none, each once; for `read` and `write`. At most `BATCH` keys."""
+        """The row of each, made where there is none: dead until it is given a number. At most `BATCH` keys."""
         rows = self._find(keys)
         missing = np.flatnonzero(rows < 0)
         while missing.size and self._make_room(keys.hashes[missing]):
@@ -131,7 +126,7 @@ class DigestTable:
             if missing.size:
                 rows[missing] = self._find(keys.take(missing))
                 missing = missing[rows[missing] < 0]
-        return _distinct(rows)
+        return rows
 
     def read(self, rows: Rows) -> Numbers:
         """Numbers of rows."""
@@ -146,7 +141,7 @@ class DigestTable:
         self.entries += int(change.sum())
         lost = segments[change < 0]
         if lost.size:
-            self._join_sparse(_distinct(lost[self._living[lost] < _SPARSE]))
+            self._join_sparse(np.unique(lost[self._living[lost] < _SPARSE]))
 
     def sweep(self, numbers: Numbers, mark: int, most: int) -> bool:
         """Put `numbers[n]` in place of each number n, in at most `most` segments; True when all are done.
@@ -306,12 +301,13 @@ class DigestTable:
                 array.resize(((count + step) * SEGMENT, *shape), refcheck=False)
 
 
-def _distinct(rows: Rows) -> Rows:
-    """Each once, in order. A third of the time of `np.unique`."""
-    rows = np.sort(rows)
-    first = np.ones(len(rows), bool)
-    np.not_equal(rows[1:], rows[:-1], out=first[1:])
-    return rows[first]
+def distinct(rows: Rows) -> tuple[Rows, Rows]:
+    """Each once, in order, and where in that each is. A third of the time of `np.unique`."""
+    once = np.sort(rows)
+    first = np.ones(len(once), bool)
+    np.not_equal(once[1:], once[:-1], out=first[1:])
+    once = once[first]
+    return once, once.searchsorted(rows)
 
 
 def _home(hashes: Hashes) -> Rows:

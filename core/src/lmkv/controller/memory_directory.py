@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from lmkv.controller.digest_table import DigestTable
+from lmkv.controller.digest_table import DigestTable, distinct
 from lmkv.controller.directory import Directory, Place, Placement, Size, check_blob, placement
 from lmkv.controller.place_sets import SET_BYTES, PlaceSets
 from lmkv.types import DIGEST_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from lmkv.agent.messages import Change
+    from lmkv.controller.digest_table import Numbers
 
 STEP: Final = 1024
 """Digests that are taken in before the loop turns again."""
 _SEGMENTS: Final = 32
 """Segments that are swept before the loop turns again."""
+
+
+class _Part(NamedTuple):
+    """Digests of one tier that are there now, or no more."""
+
+    tier: int
+    digests: bytes
+    stored: bool
 
 
 class MemoryDirectory(Directory):
@@ -42,12 +51,14 @@ class MemoryDirectory(Directory):
 
     async def apply(self, node: str, changes: Sequence[Change]) -> None:
         """As the contract says."""
+        told: dict[bytes, list[_Part]] = {}
         for change in changes:
             check_blob(change.namespace, change.removed)
             check_blob(change.namespace, change.stored)
-        for change in changes:
-            await self._remove(node, change)
-            await self._store(node, change.namespace, change.tier, change.stored)
+            parts = told.setdefault(change.namespace, [])
+            parts += (_Part(change.tier, change.removed, stored=False), _Part(change.tier, change.stored, stored=True))
+        for namespace, parts in told.items():
+            await self._take(node, namespace, parts)
 
     async def begin(self, node: str) -> None:
         """As the contract says."""
@@ -58,7 +69,7 @@ class MemoryDirectory(Directory):
     async def page(self, node: str, namespace: bytes, tier: int, digests: bytes) -> None:
         """As the contract says."""
         check_blob(namespace, digests)
-        await self._store(node, namespace, tier, digests)
+        await self._take(node, namespace, [_Part(tier, digests, stored=True)])
 
     async def end(self, node: str) -> bool:
         """As the contract says; returns when the tables are swept."""
@@ -106,23 +117,31 @@ class MemoryDirectory(Directory):
         if self._tidying is not None:
             self._tidying.cancel()
 
-    async def _store(self, node: str, namespace: bytes, tier: int, digests: bytes) -> None:
-        async for part in _steps(digests):
-            # Looked up anew in each step: others were at work meanwhile.
+    async def _take(self, node: str, namespace: bytes, parts: Iterable[_Part]) -> None:
+        """Take in what was told of one namespace, all in one pass over the table if it is little."""
+        for number, some in enumerate(_batches(parts)):
+            if number:
+                await asyncio.sleep(0)
+            # Looked up anew after each turn of the loop: others were at work meanwhile.
             table = self._tables.get(namespace)
             if table is None:
                 table = self._tables[namespace] = DigestTable()
-            rows = table.rows(table.keys(part))
-            table.write(rows, self._sets.changed(table.read(rows), add=(self._place(node, tier),)))
+            rows = table.rows(table.keys(b"".join(part.digests for part in some)))
+            rows, which = distinct(rows)
+            numbers = table.read(rows)
+            start = 0
+            for part in some:
+                end = start + len(part.digests) // DIGEST_BYTES
+                mine, _ = distinct(which[start:end])
+                numbers[mine] = self._changed(node, part, numbers[mine])
+                start = end
+            table.write(rows, numbers)
 
-    async def _remove(self, node: str, change: Change) -> None:
-        async for part in _steps(change.removed):
-            table = self._tables.get(change.namespace)
-            if table is None:
-                return
-            places = [tiers[change.tier] for tiers in self._told(node) if change.tier in tiers]
-            rows = table.known(table.keys(part))
-            table.write(rows, self._sets.changed(table.read(rows), drop=places))
+    def _changed(self, node: str, part: _Part, before: Numbers) -> Numbers:
+        if part.stored:
+            return self._sets.changed(before, add=(self._place(node, part.tier),))
+        places = [tiers[part.tier] for tiers in self._told(node) if part.tier in tiers]
+        return self._sets.changed(before, drop=places)
 
     def _told(self, node: str) -> Iterator[dict[int, int]]:
         for told in (self._current, self._fresh):
@@ -174,9 +193,17 @@ class MemoryDirectory(Directory):
             self._sets.finish()
 
 
-async def _steps(digests: bytes) -> AsyncIterator[memoryview]:
-    view, size = memoryview(digests), STEP * DIGEST_BYTES
-    for start in range(0, len(digests), size):
-        if start:
-            await asyncio.sleep(0)
-        yield view[start : start + size]
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """The same in the same order, cut so that none has more than `STEP` digests."""
+    most, batch, left = STEP * DIGEST_BYTES, list[_Part](), STEP * DIGEST_BYTES
+    for tier, digests, stored in parts:
+        start = 0
+        while start < len(digests):
+            batch.append(_Part(tier, digests[start : start + left], stored))
+            start += len(batch[-1].digests)
+            left -= len(batch[-1].digests)
+            if not left:
+                yield batch
+                batch, left = [], most
+    if batch:
+        yield batch
