@@ -83,6 +83,8 @@ def _place(loc: tuple[int | str, ...]) -> str:
 def _http(_: Request, error: Exception) -> JSONResponse:
     """What the framework itself refuses: no such path, no such method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.BAD_REQUEST:
+        return _respond(Problem(HTTPStatus.UNPROCESSABLE_ENTITY, "body", "the body is no JSON in UTF-8"))
     kinds = {HTTPStatus.NOT_FOUND: "unknown-path", HTTPStatus.METHOD_NOT_ALLOWED: "method"}
     kind = kinds.get(HTTPStatus(error.status_code), "request")
     return _respond(Problem(error.status_code, kind, str(error.detail), headers=dict(error.headers or {})))

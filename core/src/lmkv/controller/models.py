@@ -4,7 +4,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from lmkv.controller.records import State
 
@@ -15,7 +15,20 @@ MAX_TEXT: Final = 1024
 EVERY: Final = "*"
 """In place of a node's name: all of them."""
 
-Token = Annotated[int, Field(ge=0, le=0xFFFFFFFF)]
+
+def _numbers(value: Any) -> Any:
+    """JSON may write 1 as 1.0. Pydantic takes that for an integer only where it takes "1" and true for one, too."""
+    if isinstance(value, list) and not set(map(type, value)) <= {int, float}:
+        raise ValueError("should be whole numbers")
+    return value
+
+
+def _number(value: Any) -> Any:
+    return _numbers([value])[0]
+
+
+_Token = Annotated[int, Strict(strict=False), Field(ge=0, le=0xFFFFFFFF)]
+Tokens = Annotated[list[_Token], Field(min_length=1, max_length=MAX_TOKENS), BeforeValidator(_numbers)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 NamespaceId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -38,8 +51,15 @@ class Media(Model):
     """Tokens that stand for an image, a sound and so on; see the key format."""
 
     identity: Annotated[str, Field(min_length=1, max_length=4096, description="Names the content in full.")]
-    start: Annotated[int, Field(ge=0, lt=1 << 32, description="Position of its first token in the prompt.")]
-    length: Annotated[int, Field(ge=1, lt=1 << 32, description="In tokens.")]
+    start: Annotated[
+        int,
+        Field(ge=0, lt=1 << 32, description="Position of its first token in the prompt."),
+        Strict(strict=False),
+        BeforeValidator(_number),
+    ]
+    length: Annotated[
+        int, Field(ge=1, lt=1 << 32, description="In tokens."), Strict(strict=False), BeforeValidator(_number)
+    ]
 
 
 def _chosen(schema: dict[str, Any]) -> None:
@@ -64,9 +84,7 @@ class Chunks(Model):
     model: Name = Field(default="", description="Model as the engine names it. All its namespaces are meant.")
     revision: Name = Field(default="", description="Only namespaces of this revision.")
     namespace: NamespaceId = Field(default="", description="This one namespace, see `nodes`. Also instead of `model`.")
-    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS)] = Field(
-        default=[], description="Token ids of the prompt. Hashed at once; kept nowhere."
-    )
+    tokens: Tokens = Field(default=[], description="Token ids of the prompt. Hashed at once; kept nowhere.")
     digests: Annotated[list[Digest], Field(min_length=1, max_length=MAX_CHUNKS)] = Field(
         default=[], description="The chain's digests, in order, instead of `tokens`."
     )
