@@ -559,3 +559,41 @@ async def test_admission_by_the_name_of_the_model() -> None:
             assert b.at_rest()
         finally:
             await asyncio.to_thread(proxy.close)
+
+
+async def test_a_transfer_between_engines_that_do_not_fit_fails_with_both_sides_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from storage_rig import namespace
+
+    keys, other = chain(range(12)), namespace(page_bytes=4000)
+    async with peer("a", space=other) as a, peer("b") as b:
+        a.store(keys)
+        a.node.outgoing.send("t", b.address, other.id, keys.digests, 12, final=True)
+        await eventually(lambda: a.node.outgoing.state("t").state == "failed")
+        assert "page_bytes of shard 0: 4000 there, 3000 here" in caplog.text
+        await eventually(a.at_rest)
+        assert b.at_rest()
+
+
+async def test_what_is_not_ready_at_the_end_is_not_waited_for_long() -> None:
+    """A tail that lies in a longer frame, a chunk that found no room: the transfer ends with what there is."""
+    keys = chain(range(12))
+    async with peer("a") as a, peer("b") as b:
+        a.store(chain(range(8)))
+        begun = time.monotonic()
+        a.node.outgoing.send("t", b.address, SPACE.id, keys.digests, 12, final=True)
+        await eventually(lambda: b.node.incoming.state("t").state == "complete")
+        assert time.monotonic() - begun < 4
+        assert b.node.incoming.state("t").tokens == 8
+        b.node.incoming.let_go("t")
+        assert b.at_rest()
+
+
+async def test_pushes_that_nobody_admitted_leave_room_for_the_engine() -> None:
+    keys = chain(range(400, 480))
+    async with peer("a") as a, peer("b", ram=20 * FRAME, pool=24 * FRAME) as b:
+        heads = tuple(m.NewFrame(keys.digests[i], keys.parent(i), 2, keys.prefixes(i)[0]) for i in range(20))
+        reserved = await a.on(a.link(b).ask(m.Reserve("", SPACE.id, 0, heads), time.monotonic() + 10))
+        assert sum(offset >= 0 for offset in reserved.offsets) == 6
+        assert reserved.offsets[6:] == (m.REJECTED,) * 14

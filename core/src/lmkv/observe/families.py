@@ -121,7 +121,7 @@ FAMILIES: Final = (
     Family("lmkv_pool_free_bytes", "gauge", "Bytes of the pool that nobody holds."),
     Family("lmkv_leases", "gauge", "Leases held now."),
     Family("lmkv_pins", "gauge", "Pins held now."),
-    Family("lmkv_sessions", "gauge", "Clients connected now."),
+    Family("lmkv_sessions", "gauge", "Clients connected now, other nodes among them."),
     Family("lmkv_peer_sessions", "gauge", "Other nodes connected now."),
     Family(
         "lmkv_peer_bytes_total",

@@ -32,6 +32,9 @@ RETRY_SECONDS: Final = 0.2
 """After which who found no room may ask again."""
 PATIENCE: Final = 10 * RETRY_SECONDS
 """Who has not asked for so long has lost his place in the queue."""
+UNASKED_SHARE: Final = 4
+"""What is pushed without an admission gets memory only while all that is being filled is no more than such a part of
+the pool: the engine has stores, too."""
 KEPT: Final = 4096
 """Transfers that have ended, remembered for those who ask how they ended."""
 
@@ -201,6 +204,8 @@ class Incoming:
         def memory(nbytes: int) -> MemoryObject | None:
             if stock.get(nbytes):
                 return stock[nbytes].pop()
+            if room.filling + nbytes > self._manager.pool.nbytes // UNASKED_SHARE:
+                return None
             obj = room.for_store(nbytes)
             if obj is not None:
                 room.filling += nbytes

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from copy import copy
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from lmkv.errors import ClosedError, LmkvError, ProtocolError
@@ -136,6 +137,7 @@ class PeerLink:
             place = {(digest, shard): i * len(shards) + j for i, digest in enumerate(digests)
                      for j, shard in enumerate(shards)}  # fmt: skip
             found = [place[key.digest, key.shard] for key in keys]
+            until = min(until, time.monotonic() + leased.seconds)
             return await self._read([(leased.offsets[i], leased.lengths[i]) for i in found], into, connection, until)
         finally:
             if leased.lease:
@@ -309,13 +311,13 @@ class PeerLink:
         if connection is not None and connection.alive:
             return connection
         if self._last is not None and time.monotonic() < self._not_before:
-            raise self._last
+            raise copy(self._last)  # each who gets it adds his traceback
         attempt = asyncio.ensure_future(self._connect())
         self._means.attempts.add(attempt)
         attempt.add_done_callback(self._means.attempts.discard)
+        attempt.add_done_callback(lambda task: task.cancelled() or task.exception())  # who asked may have gone
         done, _ = await asyncio.wait([attempt], timeout=max(0.0, until - time.monotonic()))
         if not done:
-            attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
             raise ClosedError(f"peer {self.address} is not connected yet", kind="deadline")
         return attempt.result()
 
@@ -324,7 +326,7 @@ class PeerLink:
             if self._connection is not None and self._connection.alive:
                 return self._connection
             if self._last is not None and time.monotonic() < self._not_before:
-                raise self._last
+                raise copy(self._last)
             await self._forget_connection()
             means = self._means
             if means.closed:
