@@ -40,6 +40,7 @@ AGAIN_MOST: Final = 30.0
 """Seconds, at most, between two epochs that overflow."""
 STEADY_SECONDS: Final = 10.0
 """A connection that stood for so long was a good one: the next try is made soon."""
+_GOING_AWAY: Final = 1001
 _UNAUTHORIZED: Final = frozenset({401, 403})
 
 
@@ -82,6 +83,7 @@ class Agent:
         self._pause = RETRY_FIRST
         self._context: ssl.SSLContext | None = None
         self._task: asyncio.Task[None] | None = None
+        self._connection: ClientConnection | None = None
         self.connected = False
         self.fault = "not connected yet"
         jobs.on_progress = self._wake.set
@@ -94,6 +96,9 @@ class Agent:
         """Take leave and stop; within about `CLOSE_SECONDS`. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
+            if self._connection is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(self._connection.close(_GOING_AWAY), CLOSE_SECONDS)
             task.cancel()
             await asyncio.wait((task,), timeout=2 * CLOSE_SECONDS)
         await self._jobs.close()
@@ -144,9 +149,11 @@ class Agent:
             self._tap.join(self._outbox)
             self._outbox.begin()
             self._connected(url)
+            self._connection = connection
             try:
                 await _first((self._send(connection), self._receive(connection)))
             finally:
+                self._connection = None
                 self._tap.leave(self._outbox)
                 self._outbox.lost("the connection ended")
 
@@ -223,6 +230,7 @@ class Agent:
             sent = False
             for message in self._due(loop.time()):
                 await connection.send(m.encode(message))
+                await asyncio.sleep(0)  # sending waits only where the socket is full, and others need the loop, too
                 sent = True
             if not sent:
                 until = min(beat, self._again) if self._outbox.stale else beat

@@ -70,7 +70,7 @@ class Reports:
 
     def _register(self, config: Config, manager: StorageManager, tap: Tap, node: Node, peers: Peers | None) -> None:
         try:
-            import websockets  # noqa: F401, PLC0415  only where there is a controller
+            import websockets.asyncio.client  # noqa: F401, PLC0415  now: it would keep the loop for some time
         except ImportError as e:
             raise ConfigError("controller: talking to it needs websockets: pip install 'lmkv[agent]'") from e
         from lmkv.agent.client import Agent  # noqa: PLC0415

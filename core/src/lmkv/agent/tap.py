@@ -120,31 +120,32 @@ class Tap:
             await asyncio.sleep(0)
 
     def _tell(self, tier: Tier, keys: Iterable[ChunkKey]) -> None:
-        namespaces = self._manager.index.namespaces
-        changes: dict[bytes, tuple[list[bytes], list[bytes]]] = {}
-        told: set[tuple[bytes, bytes]] = set()
+        by_namespace: dict[bytes, list[ChunkKey]] = {}
         for key in keys:
-            identity, _, digest = key
-            namespace = namespaces.get(identity)
+            by_namespace.setdefault(key[0], []).append(key)
+        for identity, noted in by_namespace.items():
+            namespace = self._manager.index.namespaces.get(identity)
             shards = 0 if namespace is None else namespace.shards
-            if shards != 1:
-                if (identity, digest) in told:
-                    continue
-                told.add((identity, digest))
-            there = shards and all(
-                tier.offers(ChunkKey(identity, n, digest) if shards > 1 else key) for n in range(shards)
-            )
-            change = changes.get(identity)
-            if change is None:
-                change = changes[identity] = ([], [])
-            change[0 if there else 1].append(digest)
-        for identity, (stored, removed) in changes.items():
+            if shards == 1:
+                index, unreadable = tier.index, tier.unreadable
+                there = [key in index and key not in unreadable for key in noted]
+                digests = [key[2] for key in noted]
+            else:
+                digests = list(dict.fromkeys([key[2] for key in noted]))
+                there = [_whole(tier, identity, shards, digest) for digest in digests]
+            stored = list(itertools.compress(digests, there))
+            removed = [digest for digest, lies in zip(digests, there, strict=True) if not lies]
             for listener in list(self._listeners):
                 listener.changed(tier.number, identity, stored, removed)
 
     def _lost(self, why: str) -> None:
         for listener in list(self._listeners):
             listener.lost(why)
+
+
+def _whole(tier: Tier, identity: bytes, shards: int, digest: bytes) -> bool:
+    """All shards lie in the tier and can be read; False where nobody has said how many there are."""
+    return shards > 0 and all(tier.offers(ChunkKey(identity, n, digest)) for n in range(shards))
 
 
 def _lies_in(entry: Entry, bit: int) -> bool:
