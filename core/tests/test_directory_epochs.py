@@ -129,7 +129,7 @@ async def lossy(agent: Agent, chance: random.Random) -> list[m.FromController]:
 
 
 @both
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 30))
 def test_whatever_is_lost_or_doubled_the_directory_comes_right(rig: Rig, seed: int) -> None:
     async def test(fleet: Fleet) -> None:

@@ -12,7 +12,7 @@ from fleet_rig import Agent, fleet_test, fleets
 from redis_rig import RedisServer, has_tls
 
 from lmkv.agent import messages as m
-from lmkv.controller.directory import Place
+from lmkv.controller.directory import Directory, Place
 from lmkv.controller.fleet import Fleet
 from lmkv.controller.redis_directory import RedisDirectory
 from lmkv.controller.redis_link import Link
@@ -129,6 +129,38 @@ def test_a_connection_that_has_moved_to_the_other_controller_changes_nothing_mor
         assert (await two.node("a")).connected
 
     fleet_test(rig, test, count=2)
+
+
+def test_of_two_resyncs_of_a_node_the_later_one_counts(rig: Rig) -> None:
+    async def test(one: Directory) -> None:
+        two = rig.make()
+        await one.apply("a", [change([0])])
+        await one.begin("a")
+        await one.page("a", SPACE, 0, blob([1]))
+        await two.begin("a")
+        await two.page("a", SPACE, 0, blob([2]))
+        with pytest.raises(BackendError, match="node a has been dropped"):
+            await one.page("a", SPACE, 0, blob([3]))
+        assert not await one.end("a")
+        place = (Place("a", 0),)
+        assert await one.holders(SPACE, blob(range(4))) == [place, (), place, ()]
+        assert await two.end("a")
+        assert await one.holders(SPACE, blob(range(4))) == [(), (), place, ()]
+
+    rig.run(test)
+
+
+def test_a_late_end_of_a_resync_leaves_the_other_alone(rig: Rig) -> None:
+    async def test(one: Directory) -> None:
+        two = rig.make()
+        await one.begin("a")
+        await two.begin("a")
+        assert not await one.end("a")
+        await two.page("a", SPACE, 0, blob([2]))
+        assert await two.end("a")
+        assert await one.holders(SPACE, blob([2])) == [(Place("a", 0),)]
+
+    rig.run(test)
 
 
 def test_a_drop_by_another_controller_is_noticed_and_made_good(rig: Rig) -> None:
