@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 from typing import TYPE_CHECKING
 
 import pytest
 from agent_rig import Controller, agent, agree, eventually, running
+from server_rig import make_certificates
 from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 from websockets.asyncio.client import ClientConnection
 
@@ -20,6 +22,8 @@ from lmkv.errors import ConfigError
 from lmkv.service import protocol as p
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lmkv.storage.manager import StorageManager
 
 
@@ -335,5 +339,24 @@ def test_a_chunk_counts_with_its_last_shard_and_no_more_without_its_first() -> N
             tier = manager.stack.tiers[0]
             tier.disown(next(iter(tier.index)))
             await eventually(lambda: not any(controller.known.values()))
+
+    asyncio.run(main())
+
+
+def test_over_tls_the_controller_has_to_be_the_right_one(tmp_path: Path) -> None:
+    ours, others = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "others")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(ours.cert, ours.key)
+
+    async def main() -> None:
+        async with storage() as manager, running(Controller(token="t-4711"), ssl=context) as controller:
+            url = controller.url.replace("ws:", "wss:")
+            async with agent(manager, url, ca=str(others.ca), token="t-4711") as it:
+                await eventually(lambda: "certificate" in it.fault.lower())
+                assert not controller.registered
+            async with agent(manager, url, ca=str(tmp_path / "none.pem"), token="t-4711") as it:
+                await eventually(lambda: "controller.ca" in it.fault)
+            async with agent(manager, url, ca=str(ours.ca), token="t-4711"):
+                await eventually(lambda: controller.synced)
 
     asyncio.run(main())
