@@ -49,6 +49,31 @@ def test_random_takes_and_gives_keep_every_byte(pages: int, steps: list[tuple[bo
     assert list(extents) == [(0, pages * PAGE)]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    holes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    want=st.integers(1, 5),
+    most=st.integers(1, 20),
+)
+def test_runs_lie_where_single_takes_would(holes: list[int], want: int, most: int) -> None:
+    """Among free extents of any lengths, each followed by a page that is taken."""
+    singly, runs = Extents(sum(holes) * PAGE + len(holes) * PAGE), Extents(sum(holes) * PAGE + len(holes) * PAGE)
+    for extents in (singly, runs):
+        starts = [(extents.take(n * PAGE), extents.take(PAGE)) for n in holes]
+        for (start, _), n in zip(starts, holes, strict=True):
+            extents.give(start, n * PAGE)
+    found: list[int] = []
+    while len(found) < most:
+        start, count = runs.take_run(want * PAGE, most - len(found))
+        if not count:
+            assert start == -1
+            break
+        found += [start + i * want * PAGE for i in range(count)]
+    singles = [singly.take(want * PAGE) for _ in range(most)]
+    assert found == [start for start in singles if start >= 0]
+    assert list(runs) == list(singly)
+
+
 def test_best_fit_takes_the_smallest_hole_that_holds_it() -> None:
     extents = Extents(10 * PAGE)
     starts = [extents.take(n * PAGE) for n in (3, 1, 2, 1, 3)]

@@ -97,6 +97,23 @@ def test_sizes_are_rounded_up_to_whole_pages_and_nonsense_is_refused() -> None:
         Pool.create(1 << 62, hugepages="off", prefault=False)
 
 
+def test_many_at_once_are_what_one_after_the_other_is() -> None:
+    with_room = Pool.create(10 * 4096, prefault=False, trace=True)
+    objects = with_room.allocate_all(5000, 7, "many")
+    assert [obj.offset for obj in objects] == [i * 8192 for i in range(5)]
+    assert {(obj.nbytes, obj.count, obj.passing) for obj in objects} == {(5000, 1, False)}
+    assert [dict(holding.owners) for holding in with_room.holders()] == [{"many": 1}] * 5
+    assert with_room.allocate_all(1, 1, "many") == []
+    for obj in objects:
+        obj.release("many")
+    assert with_room.free_bytes == with_room.nbytes
+    with pytest.raises(ValueError, match="0 bytes"):
+        with_room.allocate_all(0, 2, "many")
+    with_room.close()
+    with pytest.raises(ClosedError):
+        with_room.allocate_all(1, 2, "many")
+
+
 def test_clients_attach_by_descriptor_and_see_the_same_bytes() -> None:
     service = Pool.create(MiB, prefault=False)
     received = os.dup(service.fd)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,7 @@ _SMALL = 64
 """Page ids up to which a Python list is scanned faster than two numpy reductions run."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyJob:
+class CopyJob(NamedTuple):
     """The pages of one frame to copy: `pages[i]` of the engine is page `first + i` of the frame."""
 
     pages: npt.NDArray[np.int64]

@@ -65,6 +65,19 @@ class Extents:
         self.free_bytes -= length
         return start
 
+    def take_run(self, length: int, most: int) -> tuple[int, int]:
+        """As `take`, up to `most` (> 0) times as far as they come to lie in a row: where the first starts, how many.
+
+        None is ``(-1, 0)``. They get the same places as if they were taken one by one.
+        """
+        if length not in self._bins:  # so they are cut off the front of one extent
+            i = bisect_left(self._sizes, length)
+            if i < len(self._sizes):
+                most = min(most, self._sizes[i] // length)
+                return self.take(most * length), most
+        start = self.take(length)
+        return start, int(start >= 0)
+
     def give(self, start: int, length: int) -> None:
         """Give back what `take` gave, and merge it with free neighbours."""
         self.free_bytes += length

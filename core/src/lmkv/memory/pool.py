@@ -9,16 +9,13 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import Final, Literal, cast
 
 from lmkv.errors import ClosedError, ConfigError, ProtocolError
 from lmkv.memory.extents import Extents
 from lmkv.memory.object import Holding, MemoryObject
 from lmkv.memory.prefault import Prefault
 from lmkv.types import ALIGNMENT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MASK: Final = ALIGNMENT - 1
@@ -186,31 +183,30 @@ class Pool:
         if self._closed:
             raise ClosedError("the pool is closed")
         with self.lock:
-            obj = self._take(nbytes, owner)
-            if obj is not None and passing:
+            offset = self._extents.take((nbytes + _MASK) & ~_MASK)
+            if offset < 0:
+                return None
+            obj = self._made(offset, nbytes, owner)
+            if passing:
                 obj.passing = True
                 self.passing_bytes += (nbytes + _MASK) & ~_MASK
             return obj
 
-    def allocate_all(self, sizes: Sequence[int], owner: str) -> list[MemoryObject]:
-        """As `allocate` for each in turn, as far as there are extents that are large enough."""
-        if min(sizes, default=1) <= 0:
-            raise ValueError(f"a memory object of {min(sizes)} bytes")
+    def allocate_all(self, nbytes: int, count: int, owner: str) -> list[MemoryObject]:
+        """As `allocate`, `count` times or until there is no extent that is large enough."""
+        if nbytes <= 0:
+            raise ValueError(f"a memory object of {nbytes} bytes")
         if self._closed:
             raise ClosedError("the pool is closed")
         objects: list[MemoryObject] = []
+        size, run = (nbytes + _MASK) & ~_MASK, 1
         with self.lock:
-            for nbytes in sizes:
-                obj = self._take(nbytes, owner)
-                if obj is None:
-                    break
-                objects.append(obj)
+            while run and len(objects) < count:
+                start, run = self._extents.take_run(size, count - len(objects))
+                objects += [self._made(start + i * size, nbytes, owner) for i in range(run)]
         return objects
 
-    def _take(self, nbytes: int, owner: str) -> MemoryObject | None:
-        offset = self._extents.take((nbytes + _MASK) & ~_MASK)
-        if offset < 0:
-            return None
+    def _made(self, offset: int, nbytes: int, owner: str) -> MemoryObject:
         if self._live is None:
             return MemoryObject(self, offset, nbytes)
         obj = self._live[offset] = MemoryObject(self, offset, nbytes, {owner: 1})

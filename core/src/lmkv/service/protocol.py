@@ -210,7 +210,7 @@ class Done(Message, frozen=True):
 # --- store -----------------------------------------------------------------------------------------------------------
 
 
-class NewFrame(msgspec.Struct, frozen=True, array_like=True):
+class NewFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One frame to be stored."""
 
     digest: bytes

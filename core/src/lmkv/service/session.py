@@ -271,7 +271,7 @@ class Session:
 
     def _count_stored(self, slots: Sequence[Slot]) -> None:
         namespace = slots[0].entry.namespace
-        tokens = sum([slot.entry.pages * self._manager.chunk_tokens // namespace.chunk_pages for slot in slots])
+        tokens = sum([slot.entry.pages for slot in slots]) * self._manager.chunk_tokens // namespace.chunk_pages
         self._metrics.inc("lmkv_rank_stored_tokens_total", tokens)
         if slots[0].shard == 0:
             self._metrics.inc("lmkv_stored_tokens_total", tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lmkv.frame import frame_bytes
@@ -51,13 +52,16 @@ class Room:
     def for_stores(self, sizes: Sequence[int]) -> list[MemoryObject | None]:
         """As `for_store` for each in turn, all of which is counted as `filling`."""
         objects: list[MemoryObject | None] = []
-        if self._short(sum(sizes)) <= 0:
-            objects += self._pool.allocate_all(sizes, "fill")
-            self.filling += sum([obj.nbytes for obj in objects if obj is not None])
-        for nbytes in sizes[len(objects) :]:
-            obj = self.for_store(nbytes)
-            objects.append(obj)
-            self.filling += nbytes if obj is not None else 0
+        fit = self._short(sum(sizes)) <= 0  # else each by itself, with what it evicts
+        for nbytes, same in groupby(sizes):
+            count = len(list(same))
+            made = self._pool.allocate_all(nbytes, count, "fill") if fit else []
+            self.filling += nbytes * len(made)
+            objects += made
+            for _ in range(count - len(made)):
+                obj = self.for_store(nbytes)
+                self.filling += nbytes if obj is not None else 0
+                objects.append(obj)
         return objects
 
     def for_load(self, nbytes: int, *, urgent: bool = False, most: int | None = None) -> MemoryObject | None:
