@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING
 
 import pytest
 from directory_rig import Rig, both, change, redis_server, rigs
-from fleet_rig import Agent, fleet_test
+from fleet_rig import TIMEOUT, Agent, fleet_test
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lmkv.agent import messages as m
+from lmkv.controller.fleet import Fleet
+from lmkv.controller.memory_directory import MemoryDirectory
+from lmkv.controller.roster import MemoryRoster
+from lmkv.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from redis_rig import RedisServer
-
-    from lmkv.controller.fleet import Fleet
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +145,57 @@ def test_whatever_is_lost_or_doubled_the_directory_comes_right(rig: Rig, seed: i
         assert await agent.known() == agent.has
 
     fleet_test(rig, test)
+
+
+class Moody(MemoryDirectory):
+    """Is away now and then."""
+
+    away = False
+
+    async def begin(self, node: str) -> None:
+        if self.away:
+            raise BackendError("away")
+        await super().begin(node)
+
+    async def apply(self, node: str, changes: Sequence[m.Change]) -> None:
+        if self.away:
+            raise BackendError("away")
+        await super().apply(node, changes)
+
+
+def test_a_directory_that_is_away_is_asked_for_with_each_heartbeat_until_it_is_back() -> None:
+    async def test() -> None:
+        directory = Moody()
+        fleet = Fleet(directory, MemoryRoster(TIMEOUT))
+        agent = Agent(fleet)
+        agent.has[0].update(range(3))
+        await agent.join()
+        await agent.tell_all()
+        directory.away = True
+        for number in (5, 6, 7):
+            assert await agent.say(agent.events(0, [number])) == (), "nothing is asked for by each message"
+        resync = (m.Resync("the controller's directory was away"),)
+        for _ in range(3):
+            assert await agent.say(agent.beat()) == resync
+            assert await agent.say(agent.beat()) == (), "an epoch is on its way"
+            for page in agent.pages():
+                assert await agent.say(page) == ()
+        directory.away = False
+        assert await agent.say(agent.beat()) == resync
+        await agent.tell_all()
+        assert await agent.known() == agent.has
+        assert await agent.say(agent.beat()) == ()
+        await fleet.close()
+
+    asyncio.run(test())
+
+
+def test_a_name_that_two_nodes_have_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(fleet: Fleet) -> None:
+        one, two = Agent(fleet, incarnation=1), Agent(fleet, incarnation=2)
+        await one.join()
+        assert "same name" not in caplog.text
+        await two.join()
+        assert "node a: another process has taken its place; do two nodes have the same name?" in caplog.text
+
+    fleet_test(Rig("memory"), test)

@@ -87,7 +87,8 @@ class AgentConversation:
                     raise ClosedError(f"node {self.node} has another connection, or was dropped", kind="superseded")
                 await self._take(message)
         except BackendError as error:
-            _log.warning("node %s: the directory did not take a message: %s", self.node, error)
+            key = ("directory-away", self.node)
+            _log.warning("node %s: the directory did not take a message: %s", self.node, error, extra={"key": key})
             self.lose("the controller's directory was away", later=True)
             return ()
         return self._asked(message)
@@ -97,6 +98,7 @@ class AgentConversation:
         if not self._lost:
             self._fleet.counts["gaps"] += 1
             _log.info("node %s: %s; what it has is read anew", self.node, reason)
+        if not self._lost or later:  # an epoch that was asked for and whose beginning was not taken is asked for again
             self._ask, self._later = reason, later
         self._lost, self._paging, self._next = True, False, self._epoch + 1
 
@@ -146,6 +148,9 @@ class AgentConversation:
             self.node, self._record, self._next = message.node, record, message.epoch
             fleet.joined(message.node, self)
             if before is not None and before.incarnation != message.incarnation:
+                if before.connected:
+                    said = "node %s: another process has taken its place; do two nodes have the same name?"
+                    _log.warning(said, message.node, extra={"key": ("replaced", message.node)})
                 await fleet.directory.drop(message.node)
         fleet.counts["registrations"] += 1
         _log.info("node %s: registered with %d tiers", message.node, len(message.tiers))

@@ -191,4 +191,4 @@ class Fleet:
             try:
                 await self.tick()
             except LmkvError as error:
-                _log.warning("cannot look for silent nodes: %s", error)
+                _log.warning("cannot look for silent nodes: %s", error, extra={"key": "silent-nodes"})

@@ -188,7 +188,8 @@ class RedisRoster(Roster):
                             self._hear(said["channel"].decode(), said["data"])
             except (RedisError, OSError) as error:
                 ready.set()
-                _log.warning("cannot hear other controllers through %s: %s", self._link.place, type(error).__name__)
+                said = "cannot hear other controllers through %s: %s"
+                _log.warning(said, self._link.place, type(error).__name__, extra={"key": "deaf"})
                 await asyncio.sleep(_AGAIN_SECONDS)
 
     def _hear(self, channel: str, data: bytes) -> None:
