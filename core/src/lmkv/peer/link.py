@@ -11,11 +11,12 @@ import contextlib
 import logging
 import time
 from copy import copy
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from lmkv.errors import ClosedError, LmkvError, ProtocolError
 from lmkv.peer import messages as m
 from lmkv.peer.connection import Connection, open_connection
+from lmkv.peer.frames import Frame, batches
 from lmkv.peer.threads import to_the_end
 from lmkv.peer.transport import Channel, DeadlineError, Region, TransportError
 from lmkv.types import FAILED, MISS, OK, REJECTED
@@ -27,24 +28,14 @@ if TYPE_CHECKING:
     from lmkv.peer.peers import Means
     from lmkv.types import ChunkKey, Outcome
 
+__all__ = ["Frame", "PeerLink"]
 log = logging.getLogger("lmkv.peer")
 
 BACKOFF: Final = 0.2
 """Seconds after a failed connection in which none is tried; doubled with each failure."""
 BACKOFF_MAX: Final = 5.0
-BATCH_FRAMES: Final = 512
-BATCH_BYTES: Final = 2 << 20
-"""Of page prefixes in one `Reserve`."""
-
-
-class Frame(NamedTuple):
-    """One sealed frame of the own pool that is to be pushed; the caller keeps its memory until the push has ended."""
-
-    key: ChunkKey
-    parent: bytes
-    pages: int
-    prefixes: bytes
-    object: MemoryObject
+AT_ONCE: Final = 2
+"""Batches of one push that are under way at a time."""
 
 
 class PeerLink:
@@ -174,9 +165,17 @@ class PeerLink:
         One outcome per frame: `OK(nbytes)` (also if the peer has it already), `REJECTED` (no room) or `FAILED`.
         """
         outcomes: dict[int, Outcome] = {}
-        for batch in _batches(frames):
-            pushed = await self._push([frames[i] for i in batch], until, transfer)
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def push(batch: list[int]) -> None:
+            async with turns:
+                pushed = await self._push([frames[i] for i in batch], until, transfer)
             outcomes.update(zip(batch, pushed, strict=True))
+
+        ended = await asyncio.gather(*map(push, batches(frames)), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
         return [outcomes[i] for i in range(len(frames))]
 
     async def _push(self, frames: Sequence[Frame], until: float, transfer: str) -> list[Outcome]:
@@ -371,21 +370,3 @@ class PeerLink:
     async def close(self) -> None:
         """End the connection; who waits gets an error. For `Peers`."""
         await self._forget_connection()
-
-
-def _batches(frames: Sequence[Frame]) -> list[list[int]]:
-    """Indices of frames that go into one `Reserve` each: of one namespace and shard, not too many."""
-    batches: list[list[int]] = []
-    open_ones: dict[tuple[bytes, int], list[int]] = {}
-    nbytes: dict[tuple[bytes, int], int] = {}
-    for i, frame in enumerate(frames):
-        of = (frame.key.namespace, frame.key.shard)
-        batch = open_ones.get(of)
-        size = len(frame.prefixes)
-        if batch is None or len(batch) >= BATCH_FRAMES or nbytes[of] + size > BATCH_BYTES:
-            batch = open_ones[of] = []
-            nbytes[of] = 0
-            batches.append(batch)
-        batch.append(i)
-        nbytes[of] += size
-    return batches
