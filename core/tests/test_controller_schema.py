@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +13,8 @@ from controller_rig import Controller, Nodes, namespace
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.config import SchemathesisConfig
+
+from lmkv.cli.controller import add_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,3 +101,20 @@ def test_made_up_requests(path: str, method: str, mode: GenerationMode, describe
 @pytest.mark.parametrize(("path", "method", "mode"), EACH)
 def test_many_made_up_requests(path: str, method: str, mode: GenerationMode, described: Any) -> None:
     ask(described, path, method, mode, THOROUGH)
+
+
+def test_the_reference_page_has_every_route_option_and_kind(described: Any) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "reference" / "controller-api.md").read_text(encoding="utf-8")
+    for path, methods in OPERATIONS.items():
+        for method in methods:
+            assert f"| `{method.upper()} {path}` |" in page, (method, path)
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    for action in parser._actions:
+        assert f"`{action.option_strings[0]}" in page, action.option_strings
+    sources = "".join(each.read_text(encoding="utf-8") for each in (root / "core/src/lmkv/controller").glob("*.py"))
+    kinds = {*re.findall(r'conflict\("([\w-]+)"', sources), *re.findall(r'unknown\("(\w+)"', sources)}
+    assert len(kinds) > 8
+    for kind in kinds:
+        assert f"`{kind}`" in page or f"`unknown-{kind}`" in page, kind

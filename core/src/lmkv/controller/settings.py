@@ -68,8 +68,8 @@ class Settings:
                 raise ConfigError(f"{option} {path}: there is no such file")
         if self.directory is not None and self.journal is not None:
             raise ConfigError("--journal: with a directory in Redis the jobs are kept there, too: leave it out")
-        if self.directory is not None and urlsplit(self.directory).scheme not in {"redis", "rediss"}:
-            raise ConfigError("--directory: is a URL such as redis://host:6379/0 (or rediss:// for TLS)")
+        if self.directory is not None and urlsplit(self.directory).scheme not in {"redis", "rediss", "unix"}:
+            raise ConfigError("--directory: is a URL such as redis://host:6379/0, or rediss:// for TLS")
 
 
 def listen_address(text: str) -> tuple[str, int]:
