@@ -337,7 +337,6 @@ class Site:
     def engine(self, name: str, **options: Any) -> FakeEngine:
         made = FakeEngine(name, **options)
         self._stack.callback(made.close)
-        self._servers.append(made.served.server)
         return made
 
     def pd(
@@ -365,7 +364,7 @@ class Site:
 
     def close(self) -> None:
         for server in self._servers:  # all at once: each needs a moment
-            server.should_exit = server.force_exit = True
+            server.should_exit = True
         self._stack.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from lmkv.errors import LmkvError
 from lmkv.peer.messages import Admit, Admitted, Finish, NoRoom
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lmkv_backend_nixl_pd.proxy.pool import Engine, Pool
 
 logger = logging.getLogger(__name__)
+
+TELLING: Final = frozenset(("too-large", "no-namespace"))
+"""Kinds of refusals that are worth a word of their own."""
 
 
 class Ask(Protocol):
@@ -62,7 +65,7 @@ class Admission:
 
         Returns:
             The engine, or one word for why there is none: `no-room` (not within the time), `too-large` (never),
-            `queue-full`, `unreachable`.
+            `queue-full`, `no-namespace` (no engine of that model is there), `unreachable`.
         """
         end = time.monotonic() + self._wait
         waits: set[Engine] = set()
@@ -100,7 +103,7 @@ class Admission:
                     reply = await self._ask(engine.name, Admit(transfer=transfer, tokens=tokens, model=model))
             except LmkvError as error:
                 logger.warning("admission at %s: %s", engine.name, error)
-                why = error.kind if error.kind == "too-large" else why
+                why = error.kind if error.kind in TELLING else why
                 continue
             if isinstance(reply, Admitted):
                 return engine, None, ""

@@ -35,7 +35,7 @@ async def forward(
         Cut: the engine broke off in the middle of its answer.
     """
     tried: list[Engine] = []
-    last: EngineError | None = None
+    last = EngineError("connect", "no engine")
     engine = first or pool.next(desperate=True)
     while engine is not None:
         content = body if engine is first and body is not None else exchange.body
@@ -58,10 +58,8 @@ async def forward(
     raise refusal(last)
 
 
-def refusal(error: EngineError | None) -> ApiError:
+def refusal(error: EngineError) -> ApiError:
     """What the client is told when no engine answered; addresses of engines are not its business."""
-    if error is None:
-        return ApiError(503, "no engine is up", code="no_engine", retry_after=1)
     if error.kind == "silent":
         return ApiError(504, "the engine did not answer in time", code="engine_timeout")
     return ApiError(502, f"no engine answered ({error.kind})", code="engine_unreachable", retry_after=1)

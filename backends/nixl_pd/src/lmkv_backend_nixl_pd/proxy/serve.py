@@ -85,6 +85,7 @@ class Parts:
                 await self.admission.settle(FINISH_SECONDS)
             for client in self._clients:
                 client.close()
+            await asyncio.sleep(0)  # for the loop to close them before it ends
 
     def _pool(self, role: str, engines: Iterable[tuple[str, str]]) -> Pool:
         made = [Engine(url, name, self._client(url), role, self.metrics) for url, name in engines]
@@ -116,7 +117,7 @@ def serve(settings: Settings) -> int:
         else:
             from lmkv.peer.peers import Peers  # noqa: PLC0415  the other mode asks no peers
 
-            peers = Peers.asking(_text(settings.peer_key), node="proxy")
+            peers = Peers.asking(_text(settings.peer_key), node="proxy", tls=_peer_context(settings))
             try:
                 for _, address in settings.decode:
                     peers.link(address)  # says at once what is no address
@@ -182,6 +183,18 @@ def _engine_context(settings: Settings) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=settings.engine_ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"--engine-ca {settings.engine_ca}: {error}") from None
+
+
+def _peer_context(settings: Settings) -> ssl.SSLContext | None:
+    """As the section `peer.tls` of a node means it."""
+    if settings.peer_tls_certificate is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.peer_tls_ca)
+        context.load_cert_chain(settings.peer_tls_certificate, settings.peer_tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"--peer-tls-ca, --peer-tls-certificate, --peer-tls-key: {error}") from None
+    return context
 
 
 def _text(secret: SecretStr | None) -> str:

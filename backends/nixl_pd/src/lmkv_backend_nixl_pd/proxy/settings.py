@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: pydantic reads these annotations.
 
+import difflib
 import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
@@ -92,6 +93,13 @@ class Settings(BaseModel):
     controller: Url | None = Field(default=None, description="URL of the controller. Mode cache-aware.")
     controller_token: Secret | None = Field(default=None, description="Its bearer token, role `read`.")
     peer_key: Secret | None = Field(default=None, description="The key that all nodes share (`peer.key` there).")
+    peer_tls_ca: str | None = Field(
+        default=None, description="File of the CA certificates that peer ports with TLS are checked with, PEM."
+    )
+    peer_tls_certificate: str | None = Field(
+        default=None, description="File of the certificate chain that is shown to them, PEM."
+    )
+    peer_tls_key: str | None = Field(default=None, description="File of its key, PEM.")
     choose: Literal["least-loaded", "round-robin"] = Field(
         default="least-loaded", description="Which engine of a pool is next."
     )
@@ -161,6 +169,9 @@ class Settings(BaseModel):
             found += [f"{option} {url}: given twice" for url in sorted({u for u in urls if urls.count(u) > 1})]
         if (self.tls_certificate is None) != (self.tls_key is None):
             found.append("--tls-certificate and --tls-key go together: give both or neither")
+        peer_tls = (self.peer_tls_ca, self.peer_tls_certificate, self.peer_tls_key)
+        if any(peer_tls) and not all(peer_tls):
+            found.append("--peer-tls-ca, --peer-tls-certificate and --peer-tls-key go together: give all or none")
         host, _ = self.address
         if not _loopback(host) and self.keys is None and not self.keys_elsewhere:
             found.append(
@@ -207,7 +218,8 @@ def _where(place: tuple[int | str, ...], found: Mapping[str, object], file: str 
 
 def _what(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
-        return "there is no such option"
+        near = difflib.get_close_matches(str(detail["loc"][0]), Settings.model_fields, n=1)
+        return f"there is no such option (did you mean {near[0]!r}?)" if near else "there is no such option"
     return str(detail["msg"]).removeprefix("Value error, ")
 
 
