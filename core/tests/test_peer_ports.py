@@ -84,3 +84,8 @@ def test_ranges(values: dict[str, int]) -> None:
 def test_addresses_that_are_not_here(host: str) -> None:
     with pytest.raises(ConfigError, match=f"port {BASE} on {host} for role proxy .* cannot be used"):
         listen(host, BASE, "proxy")
+
+
+def test_answers_are_not_held_back() -> None:
+    with listen("127.0.0.1", 0, "controller") as sock:
+        assert sock.proto == socket.IPPROTO_TCP, "without it asyncio leaves Nagle's delay on: 40 ms for each answer"

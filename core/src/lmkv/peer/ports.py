@@ -90,7 +90,8 @@ def listen(host: str, port: int, role: Role, rank: Rank = Rank()) -> socket.sock
     where = f"port {port} on {host} for role {role} ({rank})"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named: asyncio turns Nagle's delay off only on sockets that say they are TCP.
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
