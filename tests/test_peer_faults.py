@@ -597,3 +597,24 @@ async def test_pushes_that_nobody_admitted_leave_room_for_the_engine() -> None:
         reserved = await a.on(a.link(b).ask(m.Reserve("", SPACE.id, 0, heads), time.monotonic() + 10))
         assert sum(offset >= 0 for offset in reserved.offsets) == 6
         assert reserved.offsets[6:] == (m.REJECTED,) * 14
+
+
+async def test_a37_a_transfer_fails_with_the_connection_that_pushes_it() -> None:
+    """Nobody is left who could say so; and the proxy's own connection, which only admitted it, may go."""
+    from lmkv.peer.peers import Peers
+
+    keys = chain(range(12))
+    async with peer("b") as b:
+        proxy = Peers.asking(node="proxy")
+        until = time.monotonic() + 20
+        link = proxy.link(b.address)
+        assert isinstance(await proxy.attend(link.ask(m.Admit("t", 12, model="m"), until)), m.Admitted)
+        await asyncio.to_thread(proxy.close)
+        await eventually(lambda: not b.hall.sessions)
+        async with peer("a") as a:
+            head = m.NewFrame(keys.digests[0], b"", 2, keys.prefixes(0)[0])
+            await a.on(a.link(b).ask(m.Reserve("t", SPACE.id, 0, (head,)), until))
+            assert b.node.incoming.state("t").state == "open"
+        assert (await b.node.incoming.wait("t", 20)).state == "failed"
+        b.node.incoming.let_go("t")
+        await eventually(b.at_rest)
