@@ -146,6 +146,22 @@ async def test_a28_late_answer(port: int, proxy: FaultProxy) -> None:
         await eventually(b.at_rest)
 
 
+async def test_a28_what_a_late_answer_gave_is_given_back(port: int, proxy: FaultProxy) -> None:
+    keys = chain(range(8))
+    async with peer("a") as a, peer("b", listen=f"127.0.0.1:{port}") as b:
+        b.store(chain(range(4)))
+        link = a.link(proxy.address)
+        await a.on(link.has(SPACE.id, keys.digests, time.monotonic() + 10))
+        proxy.delay(0.3)
+        head = m.NewFrame(keys.digests[1], keys.parent(1), 2, keys.prefixes(1)[0])
+        for request in (m.Lease(SPACE.id, keys.digests[0], (0,), 30.0), m.Reserve("", SPACE.id, 0, (head,))):
+            with pytest.raises(ClosedError):
+                await a.on(link.ask(request, time.monotonic() + 0.1))
+            await eventually(lambda: not b.at_rest())
+        await eventually(b.at_rest, 15)  # long before 30 s are over
+        assert b.manager.metrics.value("lmkv_peer_expired_total") == 0
+
+
 async def test_a28_a_push_whose_bytes_were_cut_off_is_reported_failed(port: int, proxy: FaultProxy) -> None:
     space = space_of(BIG)
     keys = chain(range(4))
