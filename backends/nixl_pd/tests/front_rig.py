@@ -332,11 +332,13 @@ class Site:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._servers: list[uvicorn.Server] = []
+        self._engines: list[FakeEngine] = []
         self.node = Node()
 
     def engine(self, name: str, **options: Any) -> FakeEngine:
         made = FakeEngine(name, **options)
         self._stack.callback(made.close)
+        self._engines.append(made)
         return made
 
     def pd(
@@ -363,8 +365,8 @@ class Site:
         return self._stack.enter_context(_raw(scripts))
 
     def close(self) -> None:
-        for server in self._servers:  # all at once: each needs a moment
-            server.should_exit = True
+        for server in [*self._servers, *(engine.served.server for engine in self._engines)]:
+            server.should_exit = True  # all at once: each needs a moment
         self._stack.close()
 
 

@@ -116,7 +116,7 @@ def test_peer_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'node-one' is not host:port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_serves_until_it_is_told_to_end(site: Site, number: signal.Signals) -> None:
     engine = site.engine("decode")
     command = [sys.executable, "-m", "lmkv", "proxy", "--listen", "127.0.0.1:0", "--prefill", engine.url]

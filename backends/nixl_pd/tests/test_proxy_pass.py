@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import random
 import socket
 import threading
 import time
@@ -346,6 +347,44 @@ def test_engine_that_says_nothing(site: Site) -> None:
     answer = proxy.post(prompt="hello")
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
     until(lambda: decode.seen[0].gone)
+
+
+def test_a43_bytes_that_are_no_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv_backend_nixl_pd.proxy.connections.HEAD_SECONDS", 0.2)
+    proxy, decode = pair(site)
+    port = int(proxy.url.rpartition(":")[2])
+    rng = random.Random(43)
+    whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n" + b'{"prompt": "hello" }'
+    hostile = [
+        b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+        b"POST / HTTP/1.1\r\ncontent-length: 1152921504606846976\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"y" * (1 << 20),
+        *(bytes(rng.randbytes(rng.randrange(1, 200))) for _ in range(50)),
+        *(bytearray(whole) for _ in range(150)),
+    ]
+    for said in hostile:
+        if isinstance(said, bytearray):
+            said[rng.randrange(len(whole))] = rng.randrange(256)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(said)
+    silent = socket.create_connection(("127.0.0.1", port))
+    half = socket.create_connection(("127.0.0.1", port))
+    half.sendall(whole[:30])
+    assert silent.recv(1) == half.recv(1) == b"", "who says nothing is cut off"
+    endless = socket.create_connection(("127.0.0.1", port))
+    with pytest.raises(OSError):  # noqa: PT011, PT012  reset or broken pipe, sooner or later
+        for _ in range(1000):
+            endless.sendall(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 10_000)
+    for client in (silent, half, endless):
+        client.close()
+    assert proxy.post(prompt="hello").status_code == 200
+    assert proxy.client.get("/health").json()["engines"][1]["in_flight"] == 0
+    assert decode.seen
 
 
 def test_body_that_does_not_come(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

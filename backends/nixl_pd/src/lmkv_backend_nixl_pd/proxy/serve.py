@@ -19,6 +19,7 @@ from lmkv_backend_nixl_pd.proxy.admission import Admission, PeerPorts
 from lmkv_backend_nixl_pd.proxy.app import Proxy
 from lmkv_backend_nixl_pd.proxy.aware import CacheAware, Controller
 from lmkv_backend_nixl_pd.proxy.client import Client
+from lmkv_backend_nixl_pd.proxy.connections import Connection
 from lmkv_backend_nixl_pd.proxy.metrics import Metrics
 from lmkv_backend_nixl_pd.proxy.models import Models
 from lmkv_backend_nixl_pd.proxy.pd import PrefillDecode
@@ -152,7 +153,7 @@ def server_of(parts: Parts) -> uvicorn.Server:
     try:
         config = uvicorn.Config(
             parts.proxy,
-            http="httptools",
+            http=Connection,
             loop="none",
             ws="none",
             lifespan="off",
