@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 from directory_rig import SPACE, Rig, blob, both, change, redis_server, rigs
 from fleet_rig import TIERS, TIMEOUT, Agent, Clock, fleet_test, register
+from msgspec.structs import replace
 from storage_rig import namespace
 
 from lmkv.agent import messages as m
 from lmkv.controller.directory import Place
 from lmkv.controller.fleet import Fleet, UnknownNodeError
 from lmkv.controller.memory_directory import MemoryDirectory
-from lmkv.controller.roster import MemoryRoster
+from lmkv.controller.redis_roster import RedisRoster
+from lmkv.controller.roster import MemoryRoster, NodeRecord
 from lmkv.errors import ClosedError, ProtocolError
 
 if TYPE_CHECKING:
@@ -315,3 +317,28 @@ def test_silent_nodes_are_looked_for_without_being_asked() -> None:
         await fleet.close()
 
     asyncio.run(test())
+
+
+@both
+def test_a_record_changes_only_in_the_name_of_its_connection(rig: Rig) -> None:
+    clock = Clock()
+
+    async def test(fleet: Fleet) -> None:
+        roster = fleet.roster
+        first, second = (
+            NodeRecord("a", 1, {}, TIERS, (), 5.0, roster.controller, connection) for connection in ("first", "second")
+        )
+        assert await roster.register(first, {}) is None
+        assert await roster.seen(first)
+        assert await roster.register(second, {}) == first
+        if isinstance(roster, RedisRoster):
+            roster._put_off.clear()  # so that it asks
+        assert not await roster.seen(first)
+        assert not await roster.update(replace(first, load=1.0))
+        assert await roster.update(replace(second, load=0.5))
+        assert await roster.nodes() == {"a": replace(second, load=0.5)}
+        assert not await roster.remove(replace(second, load=0.5)), "it lives"
+        assert not await roster.remove(first)
+        assert list(await roster.nodes()) == ["a"]
+
+    fleet_test(rig, test, clock=clock)

@@ -38,7 +38,7 @@ _SPARSE: Final = SEGMENT * 31 // 100
 """Living rows below which a segment is joined with its other half, if one segment has room for both."""
 _ROOM: Final = SEGMENT * 3 // 5
 """Living rows up to which a full segment is rebuilt rather than split."""
-_STEP: Final = 32
+_STEP: Final = 64
 """The memory grows by such a part of itself."""
 _BUCKET_SHIFT: Final = np.uint64(20)  # 9 bits from there; the index may take up to the 32 highest
 _WORD: Final = np.dtype("<u8")
