@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lmkv.agent import messages as m
 from lmkv.agent.outbox import Outbox
-from lmkv.errors import ConfigError, LmkvError
+from lmkv.errors import ClosedError, ConfigError, LmkvError
 from lmkv.types import DIGEST_BYTES
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ class Agent:
         """Begin to connect, and go on until `close`."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def close(self) -> None:
-        """Take leave and stop; within about `CLOSE_SECONDS`. Idempotent."""
+    async def close(self, deadline: float = CLOSE_SECONDS) -> None:
+        """Take leave and stop, in about `deadline` seconds at most. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             if self._connection is not None:
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(self._connection.close(_GOING_AWAY), CLOSE_SECONDS)
+                    await asyncio.wait_for(self._connection.close(_GOING_AWAY), deadline / 2)
             task.cancel()
-            await asyncio.wait((task,), timeout=2 * CLOSE_SECONDS)
-        await self._jobs.close()
+            await asyncio.wait((task,), timeout=deadline / 2)
+        await self._jobs.close(deadline / 2)
 
     # --- connection --------------------------------------------------------------------------------------------------
 
@@ -113,8 +113,6 @@ class Agent:
                 await self._converse(url)
             except Exception as e:  # noqa: BLE001  whatever it is, the node goes on without its controller
                 fault = f"{url}: {_why(e)}"
-            else:
-                fault = f"{url}: the controller closed the connection"
             if self.connected and now() - begun > STEADY_SECONDS:
                 pause = RETRY_FIRST
             self._disconnected(fault)
@@ -216,6 +214,7 @@ class Agent:
                 self._outbox.lost(f"the controller asks: {message.reason}")
             else:
                 raise LmkvError(f"a {type(message).__name__} that nothing was asked for", kind="protocol")
+        raise ClosedError(f"the controller closed the connection: {connection.close_reason or 'it gave no reason'}")
 
     # --- to the controller -------------------------------------------------------------------------------------------
 

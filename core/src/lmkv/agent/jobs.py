@@ -155,15 +155,16 @@ class Jobs:
             yield job.progress()
         self._set_timer()
 
-    async def close(self) -> None:
-        """Stop all jobs. They are not told as ended: the controller gives them again."""
+    async def close(self, deadline: float) -> None:
+        """Stop all jobs, and wait for that up to `deadline` seconds. The controller gives them again."""
         if self._timer is not None:
             self._timer.cancel()
         self._waiting.clear()
         tasks = [job.task for job in self._running if job.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=deadline)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,10 @@ WAITING_MOST: Final = 1024
 """Batches that wait to be sent, at most."""
 POLL_SECONDS: Final = 0.05
 """How often requests for a replay are looked for."""
-CLOSE_SECONDS: Final = 1.0
+LINGER_MS: Final = 200
+"""That messages which are on their way are waited for at the end."""
+KEPT_BYTES: Final = 16 << 20
+"""Of batches that are kept for a replay, of each topic, at most."""
 QUEUED_MOST: Final = 10_000
 """Messages that ZMQ keeps for a slow subscriber; what is above them it never gets."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -118,8 +121,8 @@ class Publisher:
         self._tap.join(self)
         self.lost("the start")
 
-    async def close(self) -> None:
-        """Send what waits, if that is quick, and stop. Idempotent."""
+    async def close(self, deadline: float = 1.0) -> None:
+        """Send what waits, if that is quick, and stop, in about `deadline` seconds at most. Idempotent."""
         self._tap.leave(self)
         if self._listing is not None:
             self._listing.cancel()
@@ -127,7 +130,7 @@ class Publisher:
             self._queue.put_nowait(None)
         self._sender.stopping = True
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+            await asyncio.to_thread(self._thread.join, deadline)
 
     # --- listener ----------------------------------------------------------------------------------------------------
 
@@ -239,6 +242,8 @@ class Sender:
         self._publish = self._context.socket(zmq.PUB)
         self._publish.set_hwm(QUEUED_MOST)
         self._replay: Any = None if config.replay is None else self._context.socket(zmq.ROUTER)
+        if self._replay is not None:
+            self._replay.set_hwm(QUEUED_MOST)
         try:
             if config.publish is not None:
                 self._bind(self._publish, config.publish, "publish")
@@ -266,7 +271,7 @@ class Sender:
         except Exception:
             log.exception("publishing events ended", extra={"key": "kv-events"})
         finally:
-            self._context.destroy(linger=int(CLOSE_SECONDS * 1000 / 2))
+            self._context.destroy(linger=LINGER_MS)
 
     def _bind(self, socket: Any, address: str, name: str) -> None:
         import zmq  # noqa: PLC0415  is there
@@ -303,12 +308,17 @@ class Stream:
     """What was published under one topic: numbered without a gap, the last batches kept."""
 
     def __init__(self, steps: int) -> None:
-        self.kept: deque[tuple[bytes, bytes]] = deque(maxlen=steps)
+        self.kept: deque[tuple[bytes, bytes]] = deque()
+        self._steps = steps
         self._next = 0
+        self._nbytes = 0
 
     def add(self, body: bytes) -> tuple[bytes, bytes]:
         """The number of the next batch, and the batch."""
         step = self._next.to_bytes(8, "big"), body
         self._next += 1
         self.kept.append(step)
+        self._nbytes += len(body)
+        while len(self.kept) > self._steps or self._nbytes > KEPT_BYTES:
+            self._nbytes -= len(self.kept.popleft()[1])
         return step

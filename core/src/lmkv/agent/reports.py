@@ -56,9 +56,9 @@ class Reports:
             raise
         return reports
 
-    async def close(self) -> None:
-        """Take leave of all. Before the storage closes. Idempotent."""
-        closing = [each.close() for each in (self.agent, self.publisher) if each is not None]
+    async def close(self, deadline: float = 1.0) -> None:
+        """Take leave of all, in about `deadline` seconds at most. Before the storage closes. Idempotent."""
+        closing = [each.close(deadline) for each in (self.agent, self.publisher) if each is not None]
         self.agent = self.publisher = None
         await asyncio.gather(*closing)
 

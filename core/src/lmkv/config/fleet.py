@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, WithJsonSchema
 
 from lmkv.config.base import Count, Model
 from lmkv.observe.address import loopback
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TCP: Final = "tcp://"
 _IPC: Final = "ipc://"
+_ONE_OR_SEVERAL: Final = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})
 
 
 def _urls(value: object) -> object:
@@ -80,7 +81,7 @@ def _split(value: object, *, any_port: bool) -> tuple[str, str]:
 class ControllerConfig(Model):
     """The controller that this node belongs to: see `docs/how-to/controller.md`."""
 
-    url: Annotated[tuple[str, ...], BeforeValidator(_urls)] = Field(
+    url: Annotated[tuple[str, ...], BeforeValidator(_urls), _ONE_OR_SEVERAL] = Field(
         default=(),
         description="`ws://host:port` or, for TLS, `wss://host:port`; of several the next is tried when one does not"
         " answer. Default: no controller.",
@@ -104,7 +105,7 @@ class EventsConfig(Model):
         description="Address that subscribers connect to: `tcp://` with a loopback address, or `ipc://`."
         " Default: none.",
     )
-    connect: Annotated[tuple[str, ...], BeforeValidator(_targets)] = Field(
+    connect: Annotated[tuple[str, ...], BeforeValidator(_targets), _ONE_OR_SEVERAL] = Field(
         default=(), description="Addresses of subscribers that wait for publishers, one or several. Default: none."
     )
     replay: Annotated[str | None, BeforeValidator(_bound)] = Field(

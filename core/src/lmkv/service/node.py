@@ -114,7 +114,7 @@ class NodeStorage:
         if page is not None:
             await asyncio.to_thread(page.close)
         if self._reports is not None:
-            await self._reports.close()
+            await self._reports.close(deadline / 4)
         if self.peer is not None:
             await self.peer.close(deadline / 2)
         await self.manager.close(max(0.1, until - time.monotonic()))
