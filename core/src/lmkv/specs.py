@@ -163,10 +163,13 @@ class EvictionPolicy(Protocol):
 
 @runtime_checkable
 class BulkPolicy(EvictionPolicy, Protocol):
-    """A policy that also takes many entries at once, for quick starts. Others get one `add` for each."""
+    """A policy that also takes many entries at once, for quick starts and stores. Others get one `add` for each."""
 
     def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
-        """As `add` for each key in turn. Called with what a tier holds at a start, least recently used first."""
+        """As `add` for each key in turn.
+
+        Called with what a tier holds at a start, least recently used first, and with what was stored together.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
