@@ -392,3 +392,28 @@ def test_a_damaged_frame_is_not_committed() -> None:
                 assert {key.digest for key in b.manager.tier("ram").index} == set(KEYS.digests[1:])
 
     asyncio.run(main())
+
+
+def test_a_node_stops_soon_while_a_fetch_hangs() -> None:
+    async def main() -> None:
+        connected = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        async with peer("b") as b, running(Controller()) as c:
+            async with agent(b.manager, c.url, peers=b.node.peers) as it:
+                await eventually(lambda: c.synced)
+                await c.send(m.Do("f", m.Fetch(address, SPACE.id, BLOB, "ram")))
+                await connected.wait()
+                begun = time.monotonic()
+                await it.close()
+                assert time.monotonic() - begun < 5
+            await eventually(b.at_rest)
+        server.close()
+
+    asyncio.run(main())
