@@ -28,7 +28,9 @@ def main() -> None:
     space, keys = namespace(page_bytes=page_bytes), chain(range(4 * chunks))
     frame = frame_bytes(2 * page_bytes, 1)
     peer = {"listen": "127.0.0.1:0", "node": "child", "transports": ["tcp"], "share": "100%"}
-    peer |= dict(pair.split("=", 1) for pair in sys.argv[3:])
+    for pair in sys.argv[3:]:
+        name, value = pair.split("=", 1)
+        peer[name] = value.split(",") if name == "transports" else value
     config = load_config(
         {
             "chunk_tokens": 4,

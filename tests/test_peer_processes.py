@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,9 +19,10 @@ from peer_rig import Peer, eventually, peer
 from proxy_rig import FaultProxy
 from storage_rig import chain, namespace
 
-from lmkv.errors import LmkvError
+from lmkv.errors import LmkvError, PluginError
 from lmkv.frame import frame_bytes, seal, verify
 from lmkv.peer.link import Frame
+from lmkv.plugins import PluginHost
 from lmkv.types import OutcomeKind
 
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ def child(chunks: int, *settings: str) -> Iterator[tuple[subprocess.Popen[str], 
         process.communicate()
 
 
+def needs(transport: str) -> None:
+    try:
+        PluginHost.discover().load_transport(transport)
+    except PluginError as e:
+        pytest.skip(str(e))
+
+
 def node(name: str = "a", **settings: Any) -> Any:
     return peer(name, ram=8 * FRAME, space=SPACE, **settings)
 
@@ -76,10 +85,12 @@ def sealed(one: Peer, keys: KeyChain) -> list[Frame]:
     return found
 
 
-async def test_pull_and_push_between_processes() -> None:
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
+async def test_pull_and_push_between_processes(transport: str) -> None:
+    needs(transport)
     theirs, ours = chain(range(16)), chain(range(100, 108))
-    with child(4) as (process, address):
-        async with node() as a:
+    with child(4, f"transports={transport}") as (process, address):
+        async with node(transports=(transport,)) as a:
             into = a.memory(4, FRAME)
             until = time.monotonic() + 30
             outcomes = await a.on(a.link(address).pull(a.keys(theirs), into, until))
@@ -94,6 +105,7 @@ async def test_pull_and_push_between_processes() -> None:
             assert all(o.ok for o in await a.on(a.link(address).push(frames, until)))
             for frame in frames:
                 frame.object.release("get")
+            assert list(a.link(address)._channels) == [transport]
             has, _ = await a.on(a.link(address).has(SPACE.id, [*ours.digests, *theirs.digests], until))
             assert all(has)
             assert a.at_rest()
@@ -138,3 +150,26 @@ async def test_killed_in_the_middle_of_a_transfer() -> None:
             process.send_signal(signal.SIGKILL)
             await eventually(lambda: a.node.outgoing.state("t").state == "failed", 30)
             await eventually(a.at_rest)
+
+
+@pytest.mark.slow
+async def test_killed_while_nixl_moves_bytes() -> None:
+    """Whenever it dies: every call ends in its time, as an error or done, and nothing stays held here."""
+    needs("nixl")
+    keys, ours = chain(range(16)), chain(range(100, 116))
+    for pause in (0.0, 0.01, 0.05):
+        with child(4, "transports=nixl") as (process, address):
+            async with node(transports=("nixl",)) as a:
+                a.store(ours)
+                outcomes, _ = await a.pull(address, a.keys(keys), seconds=30)
+                assert all(o.ok for o in outcomes)
+                begun = time.monotonic()
+                pulling = asyncio.ensure_future(a.pull(address, a.keys(keys), seconds=20))
+                a.node.outgoing.send("t", address, SPACE.id, ours.digests, 16, final=True)
+                await asyncio.sleep(pause)
+                process.send_signal(signal.SIGKILL)
+                with contextlib.suppress(LmkvError):
+                    await pulling
+                await eventually(lambda: a.node.outgoing.state("t").state != "open", 40)
+                assert time.monotonic() - begun < 45
+                await eventually(a.at_rest, 40)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from storage_rig import FRAME, Client, namespace, storage
 
 from lmkv.config.peer import PeerConfig
+from lmkv.frame import frame_bytes
 from lmkv.peer.node import PeerNode
 from lmkv.plugins import PluginHost
 from lmkv.types import ChunkKey
@@ -72,7 +73,8 @@ class Peer:
         self, other: Peer | str, keys: Sequence[ChunkKey], *, seconds: float = 10.0, bring: bool = False
     ) -> tuple[list[Outcome], list[bytes]]:
         """Outcomes, and the bytes of those that came."""
-        into = self.memory(len(keys))
+        assert self.client is not None
+        into = self.memory(len(keys), frame_bytes(2 * self.client.space.page_bytes[0], 1))
         try:
             until = time.monotonic() + seconds
             outcomes = await self.on(self.link(other).pull(keys, into, until, bring=bring))

@@ -17,7 +17,8 @@ from lmkv.errors import LmkvError
 from lmkv.frame import seal
 from lmkv.peer import messages as m
 from lmkv.peer.link import Frame
-from lmkv.peer.transport import Region, TransportError
+from lmkv.peer.transport import DeadlineError, Region, TransportError
+from lmkv.types import OutcomeKind
 
 if TYPE_CHECKING:
     from lmkv.keys import KeyChain
@@ -128,6 +129,27 @@ async def test_kept_until_the_connection_ends_and_the_writer_knows() -> None:
         clock.ahead = 62
         b.hall.tidy()
         assert b.at_rest()
+
+
+async def test_a_write_that_was_too_late_may_still_land() -> None:
+    wild, keys = Wild(), chain(range(8))
+
+    def late() -> None:
+        raise DeadlineError("not done in time")
+
+    wild.on_move = late
+    async with peer("b", **wild.too) as b:
+        async with peer("a", **wild.too) as a:
+            a.store(keys)
+            frames = sealed(a, keys)
+            outcomes = await a.on(a.link(b).push(frames, time.monotonic() + 0.5))
+            drop(frames)
+            assert [o.kind for o in outcomes] == [OutcomeKind.FAILED] * 2
+            await eventually(lambda: b.hall.quarantine.nbytes == 2 * FRAME)
+            assert not b.manager.stack.room.filling
+            assert a.at_rest()
+        b.hall.clock = lambda: time.monotonic() + 31
+        await eventually(b.at_rest)
 
 
 async def test_an_abort_says_whether_something_is_under_way() -> None:
