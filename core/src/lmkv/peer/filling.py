@@ -5,15 +5,14 @@ Lives on the storage loop, except for `inspect`.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from lmkv.errors import FrameError, ProtocolError
+from lmkv.errors import FrameError
 from lmkv.frame import frame_bytes, verify
 from lmkv.peer import messages as m
 from lmkv.storage.coding import IDENTITY
+from lmkv.storage.filling import covered, ended
 from lmkv.storage.leases import Slot
-from lmkv.types import DIGEST_BYTES, MissReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,17 +20,6 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.storage.index import NamespaceIndex
     from lmkv.storage.manager import StorageManager
-
-
-def check_frame(namespace: NamespaceIndex, frame: m.NewFrame) -> None:
-    """Whether a frame can be what it says; `ProtocolError` if not."""
-    if not 1 <= frame.pages <= namespace.chunk_pages or len(frame.digest) != DIGEST_BYTES:
-        raise ProtocolError(f"a frame of {frame.pages} pages in a namespace whose chunks have {namespace.chunk_pages}")
-    if len(frame.prefixes) != (frame.pages - 1) * DIGEST_BYTES or len(frame.parent) not in {0, DIGEST_BYTES}:
-        raise ProtocolError(f"a frame of {frame.pages} pages comes with {len(frame.prefixes)} bytes of page prefixes")
-    entry = namespace.entries.get(frame.digest)
-    if entry is not None and entry.pages != frame.pages:
-        raise ProtocolError(f"a frame of {frame.pages} pages under a digest that names {entry.pages}")
 
 
 def frame_size(namespace: NamespaceIndex, shard: int, pages: int) -> int:
@@ -46,9 +34,7 @@ def begin(
 
     `memory` gives so many bytes under the owner word ``fill``, counted in `Room.filling`, or None.
     """
-    entry = namespace.entries.get(frame.digest)
-    part = None if entry is None else entry.shards.get(shard)
-    if part is not None and (part.present or part.filling):
+    if covered(namespace, shard, frame):
         return m.PRESENT
     nbytes = frame_size(namespace, shard, frame.pages)
     obj = memory(nbytes)
@@ -89,27 +75,10 @@ def end(manager: StorageManager, slots: Sequence[Slot], outcomes: Sequence[str])
     The memory of the others stays with the caller, under ``fill``. Returns the outcomes, with what was cleared
     meanwhile.
     """
-    stack = manager.stack
     outcomes = ["cleared" if not why and slot.entry.doomed else why for slot, why in zip(slots, outcomes, strict=True)]
-    for entry, shard, obj in slots:
-        entry.shards[shard].filling = 0
-        stack.room.filling -= obj.nbytes
     good = [slot for slot, why in zip(slots, outcomes, strict=True) if not why]
-    if good:
-        stack.store(good, sealed=True)
+    ended(manager.stack, slots, good, sealed=True)
     for slot in good:
-        _supersede(manager, slot)
         slot.object.release("fill")
-    for slot, why in zip(slots, outcomes, strict=True):
-        if why:
-            stack.forget_if_gone(slot.entry, slot.shard, MissReason.NEVER_STORED)
-        stack.settle(slot.entry)
+    manager.stack.settle_all([slot.entry for slot in slots])
     return outcomes
-
-
-def _supersede(manager: StorageManager, slot: Slot) -> None:
-    """Tails that a whole frame contains are of no more use."""
-    entry = slot.entry
-    for tail in [entry.namespace.entries.get(prefix) for prefix in entry.prefixes]:
-        if tail is not None and entry.ready and not tail.holds and tail.pinned_until <= time.monotonic():
-            manager.stack.remove(tail)

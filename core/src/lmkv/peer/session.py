@@ -16,6 +16,7 @@ from lmkv.peer import filling
 from lmkv.peer import messages as m
 from lmkv.peer.compare import compare
 from lmkv.storage.driver import QUEUED
+from lmkv.storage.filling import check_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -265,8 +266,7 @@ class PeerSession:
             raise ConfigError("this node has no RAM tier: nothing can be pushed to it", kind="no-ram")
         if len(message.frames) > m.MAX_FRAMES:
             raise ProtocolError(f"a reservation of {len(message.frames)} frames; at most {m.MAX_FRAMES}")
-        for frame in message.frames:
-            filling.check_frame(namespace, frame)  # all of them before any gets memory
+        check_frames(namespace, message.frames)  # all of them before any gets memory
         memory = self._hall.incoming.memory(message.transfer, self)
         number = self._manager.holdings.number()
         slots: list[Slot] = []
