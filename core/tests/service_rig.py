@@ -75,6 +75,7 @@ class FakeStorage:
         self.pool = Pool.create(1 << 16, hugepages="off", prefault=False)
         self.tiers = ("ram", "disk")
         self.asks = False
+        self.name = "rig"
         self.incarnation = secrets.randbits(62) + 1
         self.sessions: list[FakeSession] = []
         self.who: list[Who] = []

@@ -18,7 +18,7 @@ from lmkv.service import protocol as p
 LAYOUT = PageLayout("test", "uint8", 2, (PageRun(0, 0, 64, 64),))
 NAMESPACE = Namespace("m", "r", "uint8", (LAYOUT.describe(),) * 2, (LAYOUT.page_bytes,) * 2, 8, 2)
 CONFIG = (
-    "pool: {size: 1MiB, prefault: false, hugepages: 'off'}\nchunk_tokens: 8\n"
+    "pool: {size: 1MiB, prefault: false, hugepages: 'off'}\nchunk_tokens: 8\npeer: {listen: '127.0.0.1:0'}\n"
     "tiers:\n  - {name: ram, backend: cpu, capacity: 100%}\n"
 )
 
@@ -73,10 +73,17 @@ def request(rng: random.Random, known: list[int]) -> Any:
             {rng.choice(["x", "", "lmkv_misses_total|reason=a|", "a|b=c"]): rng.choice([1.0, -1, 1e300])}
         ),
     ]
+    transfer = rng.choice(["a", "b", "", "x" * 200, "\n", "\udcff"])
+    peer = rng.choice(["127.0.0.1:1", "127.0.0.1:9", "", "x", "127.0.0.1:99999", "10.1.1.1:5", "[::1]:0"])
+    makers += [
+        lambda: p.Transfer(transfer, peer, name, blob(rng), rng.choice([0, 8, -1, 1 << 62]), rng.random() < 0.5),
+        lambda: p.AwaitTransfer(transfer, rng.choice([0.0, -1.0, 0.01, float("nan")])),
+        lambda: p.EndTransfer(transfer),
+    ]
     return rng.choice(makers)()
 
 
-ONE_WAY = (p.Unregister, p.Trim, p.Release, p.Done, p.Commit, p.Abort, p.Observe)
+ONE_WAY = (p.Unregister, p.Trim, p.Release, p.Done, p.Commit, p.Abort, p.Observe, p.EndTransfer)
 
 
 @pytest.mark.parametrize("seed", range(3))

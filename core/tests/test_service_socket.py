@@ -316,7 +316,7 @@ def test_a_service_that_does_not_read_blocks_no_caller(path: Path, monkeypatch: 
         sock, _ = listener.accept()
         taken.append(sock)
         config = SimpleNamespace(chunk_tokens=4, tail="none", leases=SimpleNamespace(seconds=60.0))
-        storage = SimpleNamespace(pool=pool, tiers=(), asks=False, config=config, incarnation=7)
+        storage = SimpleNamespace(pool=pool, tiers=(), asks=False, config=config, incarnation=7, name="")
         message = wire.encode(0, server.welcome_of(storage))  # type: ignore[arg-type]
         socket.send_fds(sock, [message], [pool.fd])
 

@@ -15,8 +15,10 @@ from lmkv.keys import Extras, KeyChain
 from lmkv.layout import canonical_json
 from lmkv.service.link import expect
 from lmkv.service.protocol import (
+    AwaitTransfer,
     Clear,
     Cleared,
+    EndTransfer,
     GetHealth,
     HealthReport,
     Message,
@@ -30,9 +32,11 @@ from lmkv.service.protocol import (
     Trim,
     Unpin,
 )
+from lmkv.service.protocol import Transfer as TransferMessage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from lmkv.gpu import GPUConnector
     from lmkv.keys import Namespace
     from lmkv.service.link import StorageClient
-    from lmkv.service.protocol import Request
+    from lmkv.service.protocol import Reply, Request
 
     Tokens = Sequence[int] | NDArray[Any]
     Mask = Sequence[bool] | NDArray[Any]
@@ -57,10 +61,10 @@ NO_EXTRAS: Final = Extras()
 class CacheEngine:
     """Stores, finds and brings back the KV pages of one shard of one namespace.
 
-    Two sets of methods. By key, for connectors: `begin_lookup`, `store_frames`, `retrieve_frames`, `trim`, `release`.
-    By tokens, for libraries: `store`, `retrieve`, `lookup` and the operator's methods. Stores and retrieves are
-    advisory: what the service or a tier does wrong makes them do less, and is no exception. Thread-safe as far as the
-    `GPUConnector` is.
+    Two sets of methods. By key, for connectors: `begin_lookup`, `store_frames`, `retrieve_frames`, `trim`, `release`,
+    `transfer`, `await_transfer`, `end_transfer`. By tokens, for libraries: `store`, `retrieve`, `lookup` and the
+    operator's methods. Stores and retrieves are advisory: what the service or a tier does wrong makes them do less, and
+    is no exception. Thread-safe as far as the `GPUConnector` is.
 
     Attributes:
         client: the way to the service; closed by `close`.
@@ -165,6 +169,38 @@ class CacheEngine:
         """End a lease. Idempotent; never waits."""
         if lease:
             self.client.send(Release(lease))
+
+    # --- between nodes ---
+
+    def transfer(self, name: str, peer: str, digests: Sequence[bytes], *, tokens: int, final: bool) -> Future[Reply]:
+        """Have chunks of a request pushed to another node, each as soon as it is stored here. Never waits.
+
+        Called again with more of them, in the order of the prompt; `final` with the last. What is not final when this
+        client goes is given up, on both nodes.
+
+        Args:
+            name: of the transfer; unique.
+            peer: `host:port` of the other node's peer port.
+            digests: of chunks and, at the end, of the tail.
+            tokens: of the whole request.
+            final: no more will come.
+
+        Returns:
+            `Ok`, or why the service does not do it; what comes of it later only the other node knows.
+        """
+        blob = b"".join(digests)
+        return self.client.call(TransferMessage(name, peer, self.namespace.id, blob, tokens, final))
+
+    def await_transfer(self, name: str, seconds: float) -> Future[Reply]:
+        """A `TransferState` when a transfer to this node has ended or is not known, after `seconds` at the latest.
+
+        What has come by then is found by look-ups, and kept for them until `end_transfer`.
+        """
+        return self.client.call(AwaitTransfer(name, seconds))
+
+    def end_transfer(self, name: str) -> None:
+        """The transfer, begun or awaited here, is of no more use: nothing is pushed or kept for it. Never waits."""
+        self.client.send(EndTransfer(name))
 
     # --- by tokens ---
 

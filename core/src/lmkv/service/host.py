@@ -49,6 +49,7 @@ def welcome_of(storage: NodeStorage) -> Welcome:
         tuple(storage.tiers),
         config.leases.seconds,
         storage.asks,
+        storage.name,
     )
 
 

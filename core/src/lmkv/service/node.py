@@ -105,7 +105,7 @@ class NodeStorage:
 
     def open_session(self, name: str, who: Who = NOBODY) -> Session:
         """A client has come, who counts as `who`; the host closes its session when it has gone."""
-        return Session(self.manager, name, self._clients.open(who))
+        return Session(self.manager, name, self._clients.open(who), self.peer)
 
     async def close(self, deadline: float = 5.0) -> None:
         """Stop within `deadline` seconds. Idempotent."""

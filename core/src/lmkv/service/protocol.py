@@ -2,8 +2,7 @@
 
 A frame on the socket is a 4-byte little-endian length, then one MessagePack array with the call number, then the
 tagged struct. Every request that has a reply struct is answered by that reply or by `Refused`, under the same number;
-one-way messages (`Unregister`, `Commit`, `Abort`, `Done`, `Release`, `Trim`) are not answered. Digests travel as one
-blob of 32-byte values.
+what is called one-way below is not answered. Digests travel as one blob of 32-byte values.
 """
 
 from __future__ import annotations
@@ -70,6 +69,8 @@ class Welcome(Message, frozen=True):
     """A lease ends by itself when it has not been used for so long."""
     asks: bool = False
     """There are tiers that look-ups have to ask, which takes their round trip."""
+    node: str = ""
+    """Name of this node among others."""
 
 
 class Refused(Message, frozen=True):
@@ -252,6 +253,46 @@ class Abort(Message, frozen=True):
     reservation: int
 
 
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+class Transfer(Message, frozen=True):
+    """Push these chunks of a request to another node, each as soon as it is READY here. Answered by `Ok`.
+
+    Sent again, with what is new, as the request is computed.
+    """
+
+    transfer: str
+    peer: str
+    """The other node's peer port, `host:port`."""
+    namespace: bytes
+    digests: bytes
+    tokens: int
+    """Of the whole request, for its admission there."""
+    final: bool = False
+    """Nothing more will come: the transfer is complete when all of it has arrived."""
+
+
+class AwaitTransfer(Message, frozen=True):
+    """How a transfer to this node stands; waits up to `seconds` for its end. Answered by `TransferState`."""
+
+    transfer: str
+    seconds: float = 0.0
+
+
+class TransferState(Message, frozen=True):
+    """Answer to `AwaitTransfer`: `open`, `complete`, `failed`, `aborted` or `unknown`; leading tokens that came."""
+
+    state: str
+    tokens: int = 0
+
+
+class EndTransfer(Message, frozen=True):
+    """This session has what it wants of a transfer, or wants no more of it. Idempotent. One-way."""
+
+    transfer: str
+
+
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
@@ -337,9 +378,9 @@ class Observe(Message, frozen=True):
 
 Request = (
     Hello | Register | Unregister | Lookup | Extend | Trim | Release | Acquire | Done | Reserve | Commit | Abort
-    | Pin | Unpin | Prefetch | Move | Recode | Clear | GetHealth | Observe
+    | Pin | Unpin | Prefetch | Move | Recode | Clear | GetHealth | Observe | Transfer | AwaitTransfer | EndTransfer
 )  # fmt: skip
-Reply = Welcome | Refused | Ok | Found | Loaded | Reserved | Cleared | HealthReport
+Reply = Welcome | Refused | Ok | Found | Loaded | Reserved | TransferState | Cleared | HealthReport
 
 
 def split_digests(blob: bytes) -> list[bytes]:

@@ -19,6 +19,7 @@ from lmkv.service.control import Control
 from lmkv.service.counts import Counts
 from lmkv.service.lookups import Lookups
 from lmkv.service.protocol import MAX_FRAMES, split_digests
+from lmkv.service.transfers import Transfers
 from lmkv.storage.driver import RUNNING
 from lmkv.storage.leases import Slot
 from lmkv.types import MissReason
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from lmkv.memory import MemoryObject
     from lmkv.observe.clients import ClientMetrics
+    from lmkv.peer.node import PeerNode
     from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Lease
     from lmkv.storage.manager import StorageManager
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 class Session:
     """What one client holds: leases, holds of frames that it copies, reservations of frames that it fills."""
 
-    def __init__(self, manager: StorageManager, name: str, metrics: ClientMetrics | None = None) -> None:
+    def __init__(
+        self, manager: StorageManager, name: str, metrics: ClientMetrics | None = None, node: PeerNode | None = None
+    ) -> None:
         self.name = name
         self.leases: set[int] = set()
         self.holds: dict[int, list[MemoryObject]] = {}
@@ -49,6 +53,7 @@ class Session:
         self._closed = False
         manager.sessions.add(self)
         control = Control(manager)
+        self._transfers = Transfers(node)
         self._lookups = lookups = Lookups(manager, self._metrics, self.leases)
         self._verbs: dict[type[p.Message], Callable[..., p.Message | Awaitable[p.Message] | None]] = {
             p.Register: self._register,
@@ -64,6 +69,7 @@ class Session:
             p.Abort: self._abort,
             p.Observe: Counts(self._metrics, manager.tiers),
             **control.verbs,
+            **self._transfers.verbs,
         }
 
     def handle(self, message: p.Message) -> p.Message | Awaitable[p.Message] | None:
@@ -90,6 +96,7 @@ class Session:
             self._done(p.Done(number))
         for number in list(self.leases):
             self._release(p.Release(number))
+        self._transfers.close()
         for namespace in list(self._namespaces):
             self._unregister(p.Unregister(namespace))
         self._manager.sessions.discard(self)
