@@ -187,6 +187,22 @@ def test_the_controller_is_killed_and_comes_back() -> None:
     asyncio.run(main())
 
 
+def test_controllers_that_do_not_answer_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with storage() as manager, agent(manager, "ws://127.0.0.1:1", "ws://127.0.0.1:2") as it:
+            tries: list[str] = []
+
+            def tried() -> bool:
+                if tries[-1:] != [it.fault]:
+                    tries.append(it.fault)
+                return len(tries) > 6
+
+            await eventually(tried)
+
+    asyncio.run(main())
+    assert caplog.text.count("no controller") == 2
+
+
 def test_the_next_controller_is_tried() -> None:
     async def main() -> None:
         async with storage() as manager, running(Controller()) as one, running(Controller()) as two:

@@ -79,6 +79,8 @@ class Agent:
         self._wake = asyncio.Event()
         self._outbox = Outbox(tap, self._wake.set)
         self._told: set[bytes] = set()
+        self._complaints: dict[str, str] = {}
+        """URL → what was last logged about it."""
         self._again = 0.0
         self._pause = RETRY_FIRST
         self._context: ssl.SSLContext | None = None
@@ -112,18 +114,20 @@ class Agent:
             try:
                 await self._converse(url)
             except Exception as e:  # noqa: BLE001  whatever it is, the node goes on without its controller
-                fault = f"{url}: {_why(e)}"
+                fault = _why(e)
             if self.connected and now() - begun > STEADY_SECONDS:
                 pause = RETRY_FIRST
-            self._disconnected(fault)
+            self._disconnected(url, fault)
             await asyncio.sleep(pause * random.uniform(1.0, 1.5))  # noqa: S311  no secret
             pause = min(2 * pause, RETRY_MOST)
 
-    def _disconnected(self, fault: str) -> None:
-        if self.connected or fault != self.fault:  # not the same line at each try
-            log.warning("no controller: %s; trying again, everything local goes on", fault, extra={"key": "controller"})
+    def _disconnected(self, url: str, fault: str) -> None:
+        if self.connected or self._complaints.get(url) != fault:  # not the same line at each try
+            text = "no controller: %s: %s; trying again, everything local goes on"
+            log.warning(text, url, fault, extra={"key": ("controller", url)})
         self.connected = False
-        self.fault = fault
+        self.fault = f"{url}: {fault}"
+        self._complaints[url] = fault
         self._manager.metrics.set("lmkv_agent_connected", 0)
 
     async def _converse(self, url: str) -> None:
@@ -197,6 +201,7 @@ class Agent:
 
     def _connected(self, url: str) -> None:
         self.connected, self.fault = True, ""
+        self._complaints.clear()
         self._again, self._pause = 0.0, RETRY_FIRST
         self._manager.metrics.set("lmkv_agent_connected", 1)
         log.info("registered with the controller %s as node %s", url, self._node.name)
