@@ -133,6 +133,25 @@ def test_a_cancelled_drop_leaves_what_was_held() -> None:
     asyncio.run(main())
 
 
+def test_drop_from_a_store_that_others_share_as_well() -> None:
+    async def main() -> None:
+        shelf = Shelf(shared=True)
+        below = [(shelf, {"name": "store"})]
+        async with storage(below=below) as manager, running(Controller()) as c, agent(manager, c.url):
+            await eventually(lambda: c.synced)
+            one = Client(manager, namespace())
+            one.store(one.frames(KEYS))
+            await one.settled()
+            one.ask(p.Clear(tier="ram"))  # now nothing is known of it here
+            assert len(shelf.frames) == 4
+            assert (await c.do("all", m.Drop(one.space.id, BLOB))).done == 4
+            assert len(shelf.frames) == 4, "without its name a shared store is left alone"
+            assert (await c.do("half", m.Drop(one.space.id, BLOB[:64], "store"))).done == 2
+            await eventually(lambda: {key.digest for key in shelf.frames} == set(KEYS.digests[2:]))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_shift_between_tiers_and_again(*, keep: bool) -> None:
     async def main() -> None:

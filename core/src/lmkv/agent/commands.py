@@ -82,7 +82,7 @@ class Commands:
         tiers = self._droppable(command.tier)
         leaving: list[Entry] = []
         async for digest, entry in self._each(job, command.namespace, command.digests):
-            if entry is None:
+            if entry is None or not _lies_in(entry, tiers):
                 self._forget_shared(command.namespace, digest, tiers)
                 job.advance()
                 continue
