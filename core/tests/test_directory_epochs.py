@@ -147,6 +147,28 @@ def test_whatever_is_lost_or_doubled_the_directory_comes_right(rig: Rig, seed: i
     fleet_test(rig, test)
 
 
+def test_a_doubled_page_hides_no_missing_one_and_begins_no_epoch_again() -> None:
+    async def test(fleet: Fleet) -> None:
+        agent = Agent(fleet)
+        agent.has[0].update(range(12))
+        await agent.join()
+        first, _, third = agent.pages()
+        assert await agent.say(first) == ()
+        assert await agent.say(first) == ()
+        assert await agent.say(third) == (m.Resync("page 1 did not come"),)
+        (whole,) = agent.pages(most=12)
+        assert await agent.say(whole) == ()
+        agent.events(0, removed=[3])  # lost
+        assert await agent.say(agent.beat()) == (m.Resync("events 1 to 1 did not come"),)
+        assert await agent.say(whole) == ()
+        await agent.say(agent.beat())
+        assert not (await fleet.node("a")).synced
+        await agent.tell_all()
+        assert await agent.known() == agent.has
+
+    fleet_test(Rig("memory"), test)
+
+
 class Moody(MemoryDirectory):
     """Is away now and then."""
 
