@@ -108,6 +108,8 @@ class Capabilities:
     """Wants `attach(pool)` once before use, to register the arena for DMA."""
     native_expiry: bool = False
     """The store expires frames by itself."""
+    read_only: bool = False
+    """Only reads: a tier of it has `write: never`."""
     max_frame_bytes: int | None = None
     """Frames above this are refused when the stack starts; None: no limit."""
     batched_contains: bool = False

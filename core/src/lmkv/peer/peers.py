@@ -121,6 +121,11 @@ class Peers:
         """Links that can ask and admit but move no bytes."""
         return cls(Identity(node, secrets.randbits(62) + 1, key.encode()), tls=tls, purpose="control")
 
+    @property
+    def name(self) -> str:
+        """Of this node, as others see it."""
+        return self._means.me.node
+
     def link(self, address: str) -> PeerLink:
         """The link to `host:port`, made at the first use.
 

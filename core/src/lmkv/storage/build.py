@@ -45,6 +45,8 @@ def _check(tier: Tier) -> None:
         raise ConfigError(f"tier {tier.name!r} keeps frames in host memory: it must be the first of the stack")
     if tier.resident and tier.settings.codec != IDENTITY:
         raise ConfigError(f"tier {tier.name!r} keeps frames as the engine needs them: it takes no codec")
+    if tier.backend.capabilities.read_only and tier.settings.write != "never":
+        raise ConfigError(f"tier {tier.name!r} only reads: set its `write: never` (it says {tier.settings.write!r})")
     if tier.capacity is None and not tier.shared:
         raise ConfigError(f"tier {tier.name!r} needs a capacity: this node alone decides what it holds")
 

@@ -1,0 +1,1 @@
+"""Other nodes' pools as an lmkv tier: read-only, over the peer protocol."""
