@@ -161,7 +161,6 @@ def test_a_doubled_page_hides_no_missing_one_and_begins_no_epoch_again() -> None
         agent.events(0, removed=[3])  # lost
         assert await agent.say(agent.beat()) == (m.Resync("events 1 to 1 did not come"),)
         assert await agent.say(whole) == ()
-        await agent.say(agent.beat())
         assert not (await fleet.node("a")).synced
         await agent.tell_all()
         assert await agent.known() == agent.has
