@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from peer_rig import KEY, SPACE, eventually, peer
-from storage_rig import FRAME
+from storage_rig import FRAME, chain
 
 from lmkv.peer.peers import Peers
 from lmkv_backend_nixl_pd.proxy.admission import Admission, PeerPorts
@@ -86,6 +86,25 @@ def test_a36_three_requests_larger_together_than_the_pool_all_get_room() -> None
 
             await asyncio.gather(*(request(f"t{number}") for number in range(3)))
             assert 5 * FRAME <= peak <= 8 * FRAME
+            await eventually(node.at_rest)
+
+    asyncio.run(main())
+
+
+def test_what_has_arrived_and_nobody_wants_is_held_no_longer() -> None:
+    async def main() -> None:
+        keys = chain(range(3 * CHUNK))
+        async with peer("prefill", key=KEY) as there, peer("decode", key=KEY) as node, admission(node) as ours:
+            assert there.client is not None
+            made = there.client.frames(keys)
+            there.client.store(made)
+            placed = await ours.place("t1", 3 * CHUNK, SPACE.model)
+            assert isinstance(placed, Engine)
+            digests = [frame.digest for frame in made]
+            there.node.outgoing.send("t1", node.address, SPACE.id, digests, 3 * CHUNK, final=True)
+            assert (await node.node.incoming.wait("t1", 20)).state == "complete"
+            assert not node.at_rest()
+            ours.finish(placed, "t1", "aborted")  # the client has gone, or the decode engine said no
             await eventually(node.at_rest)
 
     asyncio.run(main())

@@ -236,6 +236,8 @@ class Incoming:
         self._queue.pop(name, None)
         transfer = self._transfers.get(name)
         if transfer is None or transfer.state != "open":
+            if transfer is not None and state == "aborted":  # it is there, and nobody wants it
+                self._let_go(transfer)
             return
         transfer.state, transfer.tokens = state, max(0, tokens)
         transfer.expires = self._clock() + self._seconds
