@@ -74,6 +74,9 @@ class Request:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     resumable: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    answered: dict[str, Any] | None = None
+    """What the connector gave back at the end."""
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     num_in_flight_tokens: int = 0
@@ -481,7 +484,7 @@ class FakeVLLM:
     def _finish(self, request: Request, status: str, *, keep_blocks: bool = False) -> None:
         request.status = status
         whole = -(-request.num_computed_tokens // PAGE)
-        self.scheduler.finished(request, request.blocks[:whole])
+        request.answered = self.scheduler.finished(request, request.blocks[:whole])
         self.finished_ids.add(request.request_id)
         if not keep_blocks:
             self._release(request)

@@ -210,9 +210,7 @@ class LMKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is Any at
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Its blocks are never held back: what is left to save is fenced."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lmkv.engine import Hit
     from lmkv.keys import KeyChain
     from lmkv_vllm.lookups import Question
+    from lmkv_vllm.transfers import Arrival, Push
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Tracked:
     request: Any
     chain: KeyChain
     readable: bool
+    transfer: Push | Arrival | None = None
+    """It goes to another node, or comes from one."""
     question: Question | None = None
     offer: tuple[int, int] = (0, 0)
     """Tokens that the engine had, and tokens offered to it, at the last question."""

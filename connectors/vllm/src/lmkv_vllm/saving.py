@@ -11,10 +11,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from lmkv.service.protocol import NewFrame
+from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.metadata import Save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from lmkv.keys import KeyChain
     from lmkv_vllm.metadata import Load
@@ -36,6 +37,15 @@ def frames_of(chain: KeyChain, first: int, computed: int, *, tail: bool) -> list
         *shorter, digest = chain.prefixes(full, pages)
         frames.append(NewFrame(digest, chain.parent(full), pages, b"".join(shorter)))
     return frames
+
+
+def tried(plan: Callable[..., Save | None], *about: Any) -> Save | None:
+    """One request's save. An error costs it alone: the saves of the others go on."""
+    try:
+        return plan(*about)
+    except Exception as error:  # noqa: BLE001  what is not saved is a miss later
+        INCIDENTS.note("save", f"{type(error).__name__}: {error}", error=error)
+        return None
 
 
 class Saves:

@@ -24,10 +24,11 @@ from lmkv_vllm.lookups import NOTHING, Asking, Hasher, Question, patience, token
 from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.rate import PrefillRate
 from lmkv_vllm.requests import Tracked, hits_of, load_items
-from lmkv_vllm.saving import Saves, frames_of, written_pages
+from lmkv_vllm.saving import Saves, frames_of, tried, written_pages
+from lmkv_vllm.transfers import transfer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from lmkv.engine import CacheEngine, Hit
     from lmkv_vllm.geometry import Geometry
@@ -97,7 +98,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Let go of everything. Idempotent; waits about a second at most."""
         for tracked in [*self._tracked.values(), *self._loading.values()]:
-            self._let_go(tracked)
+            self._leave(tracked)
         self._tracked.clear()
         self._loading.clear()
         self._hasher.close(1.0)
@@ -116,7 +117,8 @@ class SchedulerSide:
             return
         tracked = Tracked(request, engine.chain(self._extras.of(request)), readable)
         self._tracked[request.request_id] = tracked
-        if self._held < HELD_AT_ONCE:
+        tracked.transfer = transfer = transfer_of(request, engine, self._settings.transfer_deadline)
+        if self._held < HELD_AT_ONCE and (transfer is None or not transfer.waits(time.monotonic())):
             self._begin(engine, tracked)
 
     def offered(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -148,6 +150,8 @@ class SchedulerSide:
         engine, question, now = self._engine, tracked.question, time.monotonic()
         if engine is None or not engine.client.connected:
             return NOTHING
+        if tracked.transfer is not None and tracked.transfer.waits(now):
+            return None
         if question is not None and question.hashed:
             other = question.incarnation != engine.client.incarnation
             if other or now - question.begun > self._epochs.held_seconds:
@@ -168,10 +172,9 @@ class SchedulerSide:
         return NOTHING
 
     def _patience(self, engine: CacheEngine, tracked: Tracked) -> float:
-        given = self._settings.lookup_deadline
-        if given is not None:
-            return given
-        return patience(tracked.request.num_tokens, self._rate.tokens_per_second, asks=engine.client.welcome.asks)
+        given, rate = self._settings.lookup_deadline, self._rate.tokens_per_second
+        asks = engine.client.welcome.asks
+        return patience(tracked.request.num_tokens, rate, asks=asks) if given is None else given
 
     def _let_go(self, tracked: Tracked) -> None:
         """Give back what the look-up holds, now or when it answers. Idempotent."""
@@ -180,6 +183,12 @@ class SchedulerSide:
             self._held -= question.cancel()
             if question.hashed:
                 tracked.question = None
+
+    def _leave(self, tracked: Tracked) -> None:
+        """Nothing more comes of it: neither of its look-up nor of its transfer. Idempotent."""
+        self._let_go(tracked)
+        if tracked.transfer is not None:
+            tracked.transfer.end()
 
     # --- admission ---
 
@@ -210,6 +219,8 @@ class SchedulerSide:
         hit = (question.answer() if question is not None else None) or NOTHING
         (computed, offered), tracked.offer = tracked.offer, (0, 0)
         tracked.saved = hit.chunks
+        if tracked.transfer is not None:
+            tracked.transfer.admitted(tracked.chain, hit)
         if tracked.readable and not tracked.counted:
             tracked.counted = True
             self._count("lmkv_lookup_tokens_total", max(0, request.num_tokens - computed))
@@ -258,7 +269,7 @@ class SchedulerSide:
         """Chunks that will be complete when this step is done."""
         pages = scheduler_output.kv_connector_block_state
         saves = [
-            self._tried(self._step_save, tracked, scheduled, pages)
+            tried(self._step_save, tracked, scheduled, pages)
             for request_id, scheduled in scheduler_output.num_scheduled_tokens.items()
             if (tracked := self._tracked.get(request_id)) is not None
         ]
@@ -282,7 +293,10 @@ class SchedulerSide:
         finished, self._finished = self._finished, []
         if self._engine is None:
             return ()
-        saves = [self._tried(self._early_save, *each) for each in finished]
+        saves = [tried(self._early_save, *each) for each in finished]
+        for tracked, _, _ in finished:
+            if tracked.transfer is not None:
+                tracked.transfer.complete()
         return tuple(save for save in saves if save is not None)
 
     def _early_save(self, tracked: Tracked, computed: int, pages: list[int]) -> Save | None:
@@ -290,20 +304,13 @@ class SchedulerSide:
             self._save(tracked, computed, pages, tail=self._epochs.tails) if self._extended(tracked, computed) else None
         )
 
-    @staticmethod
-    def _tried(plan: Callable[..., Save | None], tracked: Tracked, *about: Any) -> Save | None:
-        """One request's save. An error costs it alone: the saves of the others go on."""
-        try:
-            return plan(tracked, *about)
-        except Exception as error:  # noqa: BLE001  what is not saved is a miss later
-            INCIDENTS.note("save", f"{type(error).__name__}: {error}", error=error)
-            return None
-
     def _save(self, tracked: Tracked, computed: int, page_ids: list[int], *, tail: bool) -> Save | None:
         first, chunk = tracked.saved, self._chunk_tokens
         frames = frames_of(tracked.chain, first, computed, tail=tail)
         tracked.saved = max(first, computed // chunk)
         begin = first * chunk // self._geometry.page_tokens
+        if tracked.transfer is not None:
+            tracked.transfer.saved(first, frames, chunk // self._geometry.page_tokens)
         return self._saves.add(frames, page_ids[begin : begin + sum(frame.pages for frame in frames)])
 
     def _storable(self, tracked: Tracked, computed: int, *, finished: bool) -> int:
@@ -349,23 +356,30 @@ class SchedulerSide:
         """All that came of one step has been said."""
         self._rate.processed()
 
-    def finished(self, request: Any, page_ids: list[int]) -> None:
+    def finished(self, request: Any, page_ids: list[int]) -> dict[str, Any] | None:
         """A request has ended, in whatever way; its pages are free from now on, and still hold what was computed.
 
         Not so while they are being loaded: then vLLM keeps them until the load is reported. That ends early, since what
         is not in the pool yet nobody wants any more; what a worker copies just now it holds itself.
+        Returns what vLLM is to answer as `kv_transfer_params`.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
-            return
-        self._let_go(tracked)
-        if not self._writes or tracked.loading or not page_ids or str(request.status) == "FINISHED_ERROR":
-            return
+            return None
+        status, transfer = str(request.status), tracked.transfer
+        (self._leave if status == "FINISHED_ABORTED" else self._let_go)(tracked)
+        if not self._writes or tracked.loading or not page_ids or status == "FINISHED_ERROR":
+            self._leave(tracked)
+            return None
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         computed = self._storable(tracked, min(computed, request.num_tokens), finished=True)
         computed = min(computed, len(page_ids) * self._geometry.page_tokens)
-        if computed >= self._geometry.page_tokens:
-            self._finished.append((tracked, computed, page_ids))
+        if computed < self._geometry.page_tokens:
+            self._leave(tracked)
+            return None
+        self._finished.append((tracked, computed, page_ids))
+        rest = computed % (self._geometry.page_tokens if self._epochs.tails else self._chunk_tokens)
+        return None if transfer is None else transfer.answer(computed - rest)
 
     # --- reset ---
 
@@ -375,7 +389,7 @@ class SchedulerSide:
         From here on another namespace is used, so that even a save under way cannot come back as a wrong hit.
         """
         for tracked in self._tracked.values():
-            self._let_go(tracked)
+            self._leave(tracked)
             tracked.offer = (0, 0)
             if tracked.request.num_computed_tokens or tracked.loading:
                 tracked.stale = tracked.request.num_preemptions

@@ -37,6 +37,8 @@ class Settings:
     """Seconds that a request waits for the answer of its look-up at most; then it is a miss. None: see `patience`."""
     load_deadline: float = 10.0
     """Seconds after which a load that has not arrived counts as failed and is computed instead."""
+    transfer_deadline: float = 10.0
+    """Seconds that a request waits for what another node sends of it; then it computes what has not come."""
     start_deadline: float = 60.0
     """Seconds that the start of the engine waits for the service at most; without it the engine starts all the same."""
     fence_deadline: float = 0.25
@@ -75,6 +77,7 @@ _READ: Final[dict[str, Callable[[object], Any]]] = {
     "save_decode": _flag,
     "lookup_deadline": parse_seconds,
     "load_deadline": parse_interval,
+    "transfer_deadline": parse_seconds,
     "start_deadline": parse_seconds,
     "fence_deadline": parse_seconds,
     "load_threads": _count,
