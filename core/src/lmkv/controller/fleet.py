@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lmkv.controller.directory import Directory
     from lmkv.controller.roster import NodeRecord, Roster
 
-TIMEOUT: Final = 15.0
-"""Seconds without a message after which a node is dropped, unless the operator says otherwise."""
 _ROUNDS: Final = 5
 """Looks for silent nodes within one time-out."""
 
