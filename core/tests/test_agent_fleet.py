@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from controller_rig import Controller, until
 from storage_rig import CHUNK_TOKENS, Client, chain, namespace
 
@@ -100,6 +101,7 @@ def test_hot_chunks_move_to_another_node_which_then_answers_alone(tmp_path: Path
         assert len(nodes["b"].host.storage.manager.pinned) == 4
 
 
+@pytest.mark.slow
 def test_copy_compress_and_clear(tmp_path: Path) -> None:
     with fleet(tmp_path, "a", "b") as (controller, nodes):
         nodes["a"].store()
