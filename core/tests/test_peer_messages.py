@@ -23,7 +23,7 @@ from lmkv.errors import LmkvError, ProtocolError
 from lmkv.peer import messages as m
 from lmkv.peer import wire
 from lmkv.peer.connection import Connection, open_connection
-from lmkv.peer.handshake import Identity
+from lmkv.peer.handshake import CONNECTS, LISTENS, Identity, proof
 
 if TYPE_CHECKING:
     from lmkv.keys import KeyChain
@@ -222,6 +222,40 @@ async def test_who_does_not_know_the_key_gets_nothing() -> None:
         assert refused.kind == "key"
         writer.close()
         await eventually(lambda: not b.hall.sessions)
+
+
+def guesses(hello: m.PeerHello, challenge: m.PeerChallenge) -> tuple[bytes, ...]:
+    """Noise, a proof without a key, and one of the other role."""
+    key = KEY.encode()
+    return b"p" * 32, proof(b"", LISTENS, hello, challenge), proof(key, CONNECTS, hello, challenge)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("which", range(3))
+async def test_a_listener_that_does_not_know_the_key_gets_no_proof(which: int) -> None:
+    """Whoever sits on the port of a node that is away learns nothing, and nothing is asked of him."""
+    said: list[bytes] = []
+
+    async def rogue(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readexactly(8) == wire.CONTROL
+        hello = wire.decode_opening(await _body(reader))
+        assert isinstance(hello, m.PeerHello)
+        nonce = b"r" * 32
+        unproved = m.PeerChallenge(m.VERSION, "b", 7, nonce, b"")
+        guess = guesses(hello, unproved)[which]
+        writer.write(wire.encode(0, m.PeerChallenge(m.VERSION, "b", 7, nonce, guess)))
+        said.append(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_server(rogue, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with peer("a", key=KEY) as a:
+        with pytest.raises(ProtocolError) as e:
+            await a.on(a.link(f"127.0.0.1:{port}").has(SPACE.id, [DIGEST], time.monotonic() + 10))
+        assert e.value.kind == "key"
+    server.close()
+    await server.wait_closed()
+    assert said == [b""]
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:

@@ -16,6 +16,7 @@ from storage_rig import FRAME, chain
 from lmkv.config import load_config
 from lmkv.errors import BackendError, ClosedError, ConfigError, ProtocolError
 from lmkv.peer import listener as listening
+from lmkv.peer import messages as m
 from lmkv.peer.compare import differences
 from lmkv.peer.handshake import Identity, tls_contexts
 from lmkv.peer.listener import bind
@@ -197,8 +198,6 @@ async def test_peers_together_lease_no_more_than_a_part_of_the_pool() -> None:
     keys = chain(range(32))
     async with peer("a") as a, peer("c") as c, peer("b", pool=12 * FRAME) as b:
         b.store(keys)
-        from lmkv.peer import messages as m
-
         lent = 0
         for node in (a, c):
             request = m.Lease(SPACE.id, b"".join(keys.digests), (0,), 20.0)
@@ -319,3 +318,21 @@ async def test_a_transport_that_hangs_does_not_hold_up_the_end(caplog: pytest.Lo
         go.set()
         await b.node.close(20)
         assert b.node._view is None
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_a_link_while_all_closes_is_told() -> None:
+    """Also when he is cancelled once more after the links' loop has gone."""
+    async with peer("a") as a, peer("b") as b:
+        waiting = [
+            asyncio.ensure_future(a.on(a.link(b).ask(m.Await("t", 20.0), time.monotonic() + 30))) for _ in range(3)
+        ]
+        b.node.incoming.admit(m.Admit("t", 8, SPACE.id))
+        more = asyncio.ensure_future(a.on(a.link(b).ask(m.Await("t", 20.0), time.monotonic() + 30)))
+        await eventually(lambda: len(b.hall.sessions) == 1)
+        await asyncio.to_thread(a.node.peers.close)
+        more.cancel()
+        ended = await asyncio.gather(more, *waiting, return_exceptions=True)
+        assert isinstance(ended[0], (ClosedError, asyncio.CancelledError))
+        assert all(isinstance(end, (ClosedError, m.TransferState)) for end in ended[1:])
+        b.node.incoming.finish("t", "aborted")

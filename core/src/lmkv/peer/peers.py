@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -184,12 +185,16 @@ class Peers:
         def cancel() -> None:
             tasks[0].cancel()  # `start` has run by then
 
+        def hurry() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended there, and is told so here
+                self._loop.call_soon_threadsafe(cancel)
+
         with self._lock:
             if self._closed:
                 coroutine.close()
                 raise ClosedError("the links to peers are closed")
             self._loop.call_soon_threadsafe(start)
-        return await outlast(future, lambda: self._loop.call_soon_threadsafe(cancel))
+        return await outlast(future, hurry)
 
     def has(
         self, address: str, namespace: bytes, digests: Sequence[bytes], until: float, *, below: bool = False
