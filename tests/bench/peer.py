@@ -1,4 +1,4 @@
-"""Frames of 32 MiB between the pools of two processes, by the whole peer protocol, against bare copies of as many bytes.
+"""Frames of 32 MiB between the pools of two processes, by the whole peer protocol, against bare copies of the same.
 
 A pull is lease, read, verify, release; a push is reserve, write, verify and commit on the other side. Both are cut into
 calls of some frames of which a few are under way at a time, as tiers and transfers do: so the checksums of one part are
@@ -143,7 +143,7 @@ class BareAgent:
 
         self.pool = bare_pool()
         self._agent = Agent(bindings(), f"{name}-{os.getpid()}", [(self.pool.address, self.pool.nbytes)])
-        self.place = [self._agent.metadata.hex(), self.pool.address]
+        self.place = [self._agent.description.hex(), self.pool.address]
 
     def meet(self, place: Sequence[Any]) -> None:
         self._peer, self._there = self._agent.add(bytes.fromhex(place[0])), place[1]

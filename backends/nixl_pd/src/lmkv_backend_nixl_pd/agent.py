@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.errors import PluginError
@@ -57,6 +58,11 @@ def bindings() -> Any:
     )
 
 
+def version_of(library: Any) -> str:
+    """Of the distribution that these bindings are from."""
+    return metadata.version(library.__name__.partition(".")[0])
+
+
 class Agent:
     """Thread-safe: the library is told to lock. Names of agents must never come again, on any machine.
 
@@ -90,7 +96,7 @@ class Agent:
             self._agent.registerMem(library.nixlRegDList(library.DRAM_SEG, table), self._backend)
 
     @property
-    def metadata(self) -> bytes:
+    def description(self) -> bytes:
         """What another agent needs to reach this one's memory."""
         with self._use("asking for metadata") as agent:
             return bytes(agent.getLocalMD())
@@ -100,10 +106,10 @@ class Agent:
         """Of no more use."""
         return self._retired
 
-    def add(self, metadata: bytes) -> str:
+    def add(self, description: bytes) -> str:
         """Make a peer known; returns the name of its agent. Twice is once."""
         with self._use("reading a peer's metadata") as agent:
-            name: bytes = agent.loadRemoteMD(metadata)
+            name: bytes = agent.loadRemoteMD(description)
             return name.decode("ascii", "replace")
 
     def forget(self, name: str) -> None:
@@ -195,6 +201,7 @@ class Starter:
 
     Attributes:
         turn: held while a transfer is begun.
+        aside: it gets no more channels.
     """
 
     def __init__(self, library: Any, name: str, pool: tuple[int, int]) -> None:
@@ -205,14 +212,16 @@ class Starter:
         self._members: dict[str, int] = {}
         self._base = address_of(self._page)
         self.turn = threading.Lock()
+        self.aside = False
         self.agent = Agent(library, name, [pool, (self._base, DOOR_BYTES)])
 
-    def join(self, metadata: bytes) -> str:
-        """One channel more to the peer of that metadata; the name of its agent."""
+    def join(self, name: str, description: bytes) -> None:
+        """One channel more to the peer of that name and metadata; `TransportError` when they are not good."""
         with self._lock:
-            name = self.agent.add(metadata)
+            said = self.agent.add(description)
+            if said != name:
+                raise TransportError(f"metadata of {said!r} where that of {name!r} belongs")
             self._members[name] = self._members.get(name, 0) + 1
-            return name
 
     def leave(self, name: str) -> None:
         """One channel less; the last one disconnects, so that a later one begins anew."""
@@ -221,6 +230,17 @@ class Starter:
             if not self._members[name]:
                 del self._members[name]
                 self.agent.forget(name)
+            self._end_if_idle()
+
+    def set_aside(self) -> None:
+        """Ends with its last channel. Idempotent."""
+        with self._lock:
+            self.aside = True
+            self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self.aside and not self._members:
+            self.agent.destroy()
 
     def slot(self) -> tuple[int, memoryview]:
         """Address and view of a place for what stands at a doorstep; others get others for a while."""

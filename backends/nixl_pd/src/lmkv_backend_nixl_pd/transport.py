@@ -6,7 +6,7 @@ back: the library says that it has released it, and the bytes arrive nevertheles
 what it has begun, so then the second one is destroyed, and the next transfer begins with a new one.
 
 NIXL also copies through ordinary TCP sockets. That is slower than the core's own transport over TCP, and the library
-ends a process whose peer goes at a bad moment; so it is not used, see `Doorstep.check` and `NixlChannel.knock`.
+ends a process whose peer goes at a bad moment; so it is not used, see `Doorstep.check`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import struct
 import threading
@@ -21,7 +22,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
-from lmkv_backend_nixl_pd.agent import Agent, Starter, bindings
+from lmkv_backend_nixl_pd.agent import Agent, Starter, bindings, version_of
 from lmkv_backend_nixl_pd.doorstep import DOOR_BYTES, SIGN_BYTES, Blob, Doorstep
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ SPINS: Final = 20
 """Times that a transfer is asked at once whether it is done, before the thread sleeps in between."""
 SLEEPS: Final = (20e-6, 1e-3)
 """Seconds of the first sleep and of the longest; each is half as long again as the one before."""
-KNOCKS: Final = 5
 NOTES_SECONDS: Final = 1.0
 """Between two looks at what peers have moved here."""
 CONNECT_SECONDS: Final = 5.0
@@ -61,16 +61,25 @@ class NixlTransport(Transport):
         self._mapping = pool.view  # as long as an agent lives, this memory must stay where it is
         self._library = bindings()
         self._served = context.served
-        self._name = f"{context.node}-{context.incarnation:x}-{secrets.token_hex(4)}"
+        self._name = f"lmkv-{context.incarnation:016x}-{secrets.token_hex(8)}"  # nobody has ever had it
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._starter: Starter | None = None
+        self._starters: list[Starter] = []
         self._closed = threading.Event()
-        self.door = door = Doorstep()
+        self.door = door = Doorstep(version_of(self._library))
         memory = [(self.address, pool.nbytes), (door.address, DOOR_BYTES)]
         self._agent = Agent(self._library, self._name, memory)
         self._blob = Blob(
-            door.machine, door.devices, door.sign, door.address, self.address, pool.nbytes, self._agent.metadata
+            version=door.version,
+            machine=door.machine,
+            devices=door.devices,
+            process=os.getpid(),
+            sign=door.sign,
+            door=door.address,
+            pool=self.address,
+            nbytes=pool.nbytes,
+            agent=self._name,
+            metadata=self._agent.description,
         ).pack()
         self._reader = threading.Thread(target=self._read_notes, name="lmkv-nixl-notes", daemon=True)
         self._reader.start()
@@ -84,7 +93,12 @@ class NixlTransport(Transport):
         there = Blob.unpack(blob)
         self.door.check(there)
         starter = self._current()
-        channel = NixlChannel(self, starter, starter.join(there.metadata), there, reach.session)
+        try:
+            starter.join(there.agent, there.metadata)
+        except TransportError:
+            self._set_aside(starter)
+            raise
+        channel = NixlChannel(self, starter, there, reach.session)
         try:
             channel.knock(time.monotonic() + CONNECT_SECONDS)
         except BaseException:
@@ -94,18 +108,16 @@ class NixlTransport(Transport):
 
     def retire(self, starter: Starter, why: str) -> None:
         """A transfer of that one has to end now: when this returns it touches no memory any more."""
-        with self._lock:
-            if self._starter is starter:
-                self._starter = None
-                log.warning("nixl: %s, and a transfer that goes on: all transfers of this node begin anew", why)
+        if not starter.agent.retired:
+            log.warning("nixl: %s, and a transfer that goes on: all transfers of this node begin anew", why)
         starter.agent.destroy()
 
     def close(self) -> None:
         """As the contract says."""
         self._closed.set()
         with self._lock:
-            starter, self._starter = self._starter, None
-        if starter is not None:
+            starters, self._starters = self._starters, []
+        for starter in starters:
             starter.agent.destroy()
         self._reader.join()
         self._agent.destroy()
@@ -116,10 +128,16 @@ class NixlTransport(Transport):
         with self._lock:
             if self._closed.is_set():
                 raise TransportError("the transport is closed")
-            if self._starter is None:
+            self._starters = [starter for starter in self._starters if not starter.agent.retired]
+            if not self._starters or self._starters[-1].aside:
                 name = f"{self._name}-{next(self._numbers)}"
-                self._starter = Starter(self._library, name, (self.address, self.pool.nbytes))
-            return self._starter
+                self._starters.append(Starter(self._library, name, (self.address, self.pool.nbytes)))
+            return self._starters[-1]
+
+    def _set_aside(self, starter: Starter) -> None:
+        """Use it for no more peers: of one that it could not add it keeps something that stands in the way for ever."""
+        with self._lock:
+            starter.set_aside()
 
     def _read_notes(self) -> None:
         """Counts what peers have moved. Some microseconds each time; the library would keep the notes for ever."""
@@ -137,37 +155,26 @@ class NixlTransport(Transport):
 class NixlChannel(Channel):
     """One peer, as long as the agent that begins transfers lives."""
 
-    def __init__(self, transport: NixlTransport, starter: Starter, peer: str, there: Blob, session: int) -> None:
-        """Takes over a count of `peer` in `starter`."""
+    def __init__(self, transport: NixlTransport, starter: Starter, there: Blob, session: int) -> None:
+        """Takes over a count of that peer in `starter`."""
         self._transport = transport
         self._starter = starter
-        self._peer = peer
         self._there = there
         self._session = session
         self._lock = threading.Lock()
         self._closed = False
 
     def knock(self, until: float) -> None:
-        """Read the peer's doorstep, to see that it is there and how bytes travel.
-
-        Between two processes of one machine without RDMA devices the kernel must copy: that is done when it begins.
-        """
-        door = self._transport.door
-        quick = False
-        for _ in range(KNOCKS):
-            address, view = self._starter.slot()
-            handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)], until)
-            quick = quick or done
-            try:
-                self._wait(handle, until, done=done)
-            finally:
-                with contextlib.suppress(TransportError):
-                    self._starter.agent.release(handle)
-            if view != self._there.sign:
-                raise TransportError("nixl reads somebody else's memory: not the process that was to be reached")
-            if quick or (door.devices and self._there.devices):
-                return
-        raise TransportError("nixl would copy through sockets: the kernel does not let it copy between the processes")
+        """Read the peer's doorstep, to see that this is the way to it."""
+        address, view = self._starter.slot()
+        handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)], until)
+        try:
+            self._wait(handle, until, done=done)
+        finally:
+            with contextlib.suppress(TransportError):
+                self._starter.agent.release(handle)
+        if view != self._there.sign:
+            raise TransportError("nixl reads somebody else's memory: not the process that was to be reached")
 
     def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
         """As the contract says."""
@@ -183,7 +190,7 @@ class NixlChannel(Channel):
             if self._closed:
                 return
             self._closed = True
-        self._starter.leave(self._peer)
+        self._starter.leave(self._there.agent)
 
     def _move(self, operation: str, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
         check_regions(remote, local, self._transport.pool)
@@ -221,7 +228,7 @@ class NixlChannel(Channel):
         try:
             if self._closed:
                 raise TransportError("the channel is closed")
-            return self._starter.agent.begin(operation, here, there, self._peer, note)
+            return self._starter.agent.begin(operation, here, there, self._there.agent, note)
         finally:
             self._starter.turn.release()
 

@@ -8,6 +8,7 @@ the reply comes when they lie in the pool. All numbers are little-endian.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import struct
@@ -15,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from lmkv.peer.transport import DeadlineError, Region, TransportError
+from lmkv.peer.wire import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,10 +58,7 @@ class Line:
         self._tls = isinstance(sock, ssl.SSLSocket)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
-        # A peer whose machine has gone says nothing: ask it after ten quiet seconds.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-            sock.setsockopt(socket.IPPROTO_TCP, name, value)
+        prepare(sock)
 
     def send(self, parts: Sequence[Buffer], until: float | None) -> None:
         """All of `parts`, of which none is empty.
@@ -96,6 +95,13 @@ class Line:
         taken = bytearray(nbytes)
         self.fill([taken], until)
         return taken
+
+    def rest(self, seconds: float) -> None:
+        """Do nothing for so long; `TransportError` at once when the connection ends meanwhile."""
+        ended = select.poll()
+        ended.register(self._sock, select.POLLRDHUP)
+        if ended.poll(seconds * 1000):
+            raise _gone()
 
     def cut(self) -> None:
         """End whatever a thread does with it. Idempotent."""

@@ -128,11 +128,11 @@ class _Served(threading.Thread):
         self._served = context.served
         self._ended = ended
         self._touched: Sequence[Region] = ()
-        self._cut = threading.Event()
+        self._cut = False
 
     def cut(self) -> None:
         """End it soon. Never waits."""
-        self._cut.set()
+        self._cut = True
         self._line.cut()
 
     def touches(self, region: Region) -> bool:
@@ -144,7 +144,7 @@ class _Served(threading.Thread):
         """The thread."""
         try:
             self._line.send([lines.READY], time.monotonic() + PATIENCE)
-            while not self._cut.is_set():
+            while not self._cut:
                 self._serve(*lines.take_request(self._line, self._pool.nbytes, PATIENCE))
         except (TransportError, ClosedError) as e:
             log.debug("session %d: a data connection has ended: %s", self.session, e)
@@ -174,7 +174,7 @@ class _Served(threading.Thread):
 
     def _move(self, operation: int, piece: Sequence[Region]) -> None:
         """One piece of a request, and the rest that it costs."""
-        if self._cut.is_set() or not all(self._may[operation](self.session, region) for region in piece):
+        if self._cut or not all(self._may[operation](self.session, region) for region in piece):
             raise TransportError("what was granted has ended in the middle of a request")
         begin = time.thread_time()
         until = time.monotonic() + PATIENCE
@@ -185,7 +185,7 @@ class _Served(threading.Thread):
             self._line.fill(views, until)
         rest = self._throttle(sum(region.nbytes for region in piece), time.thread_time() - begin)
         if rest > 0:
-            self._cut.wait(rest)
+            self._line.rest(rest)
 
 
 def _end(served: Sequence[_Served]) -> None:
@@ -277,9 +277,11 @@ class TcpChannel(Channel):
             line.send([head, *views], until)
         except DeadlineError:
             raise
-        except TransportError:  # it closes the connection where it refuses: what it said first is still to be read
-            with contextlib.suppress(TransportError):
+        except TransportError as broken:  # it closes the connection where it refuses, but says so before
+            try:
                 lines.take_reply(line, until)
+            except TransportError as said:
+                raise (said if said.kind == "refused" else broken) from None
             raise
         lines.take_reply(line, until)
 
