@@ -14,13 +14,13 @@ from lmkv.errors import ClosedError, ProtocolError
 from lmkv.frame import frame_bytes
 from lmkv.observe.clients import NOBODY, Clients
 from lmkv.service import protocol as p
-from lmkv.service.checks import check_frames
 from lmkv.service.control import Control
 from lmkv.service.counts import Counts
 from lmkv.service.lookups import Lookups
-from lmkv.service.protocol import MAX_FRAMES, split_digests
+from lmkv.service.protocol import MAX_FRAMES
 from lmkv.service.transfers import Transfers
 from lmkv.storage.driver import RUNNING
+from lmkv.storage.filling import check_frames, covered, ended
 from lmkv.storage.leases import Slot
 from lmkv.types import MissReason
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.observe.clients import ClientMetrics
     from lmkv.peer.node import PeerNode
-    from lmkv.storage.index import Entry, NamespaceIndex
+    from lmkv.storage.index import Entry
     from lmkv.storage.leases import Lease
     from lmkv.storage.manager import StorageManager
 
@@ -228,7 +228,7 @@ class Session:
         page_bytes = namespace.page_bytes[shard]
         new: dict[bytes, p.NewFrame] = {}
         for frame in message.frames:
-            if frame.digest not in new and not _covered(namespace, shard, frame):
+            if frame.digest not in new and not covered(namespace, shard, frame):
                 new[frame.digest] = frame
         objects = self._stack.room.for_stores([frame_bytes(f.pages * page_bytes, f.pages - 1) for f in new.values()])
         number = self._manager.holdings.number()
@@ -260,21 +260,14 @@ class Session:
 
     def _fill_ended(self, slots: Sequence[Slot], filled: Sequence[Slot]) -> None:
         """A client has let go of the frames of a reservation; those that it has `filled` are stored."""
-        stack = self._stack
-        for entry, shard, _ in slots:
-            entry.shards[shard].filling = 0
-        stack.room.filling -= sum([slot.object.nbytes for slot in slots])
+        ended(self._stack, slots, filled)
         if filled:
-            stack.store(filled)
-            self._supersede(filled)
             self._count_stored(filled)
         if len(filled) < len(slots):
             self._metrics.inc("lmkv_dropped_stores_total", len(slots) - len(filled), reason="aborted")
-            for slot in set(slots).difference(filled):
-                stack.forget_if_gone(slot.entry, slot.shard, MissReason.NEVER_STORED)
         for slot in slots:
             slot.object.release("fill")
-        stack.settle_all([slot.entry for slot in slots])
+        self._stack.settle_all([slot.entry for slot in slots])
 
     def _count_stored(self, slots: Sequence[Slot]) -> None:
         namespace = slots[0].entry.namespace
@@ -282,26 +275,6 @@ class Session:
         self._metrics.inc("lmkv_rank_stored_tokens_total", tokens)
         if slots[0].shard == 0:
             self._metrics.inc("lmkv_stored_tokens_total", tokens)
-
-    def _supersede(self, slots: Sequence[Slot]) -> None:
-        """Tails that a stored frame contains whole are of no more use."""
-        for slot in slots:
-            entry = slot.entry
-            for tail in entry.namespace.shorter(entry):
-                if entry.ready and not tail.holds and tail.pinned_until <= time.monotonic():
-                    self._stack.remove(tail)
-
-
-def _covered(namespace: NamespaceIndex, shard: int, frame: p.NewFrame) -> bool:
-    """The frame is there or being filled; or it is a tail, and a longer frame has all of it."""
-    entry = namespace.entries.get(frame.digest)
-    part = None if entry is None else entry.shards.get(shard)
-    if part is not None and (part.present or part.filling):
-        return True
-    return frame.pages < namespace.chunk_pages and any(
-        (held := longer.shards.get(shard)) is not None and held.present
-        for longer in namespace.longer(split_digests(frame.prefixes), frame.digest)
-    )
 
 
 def _nothing(count: int) -> p.Loaded:
