@@ -78,6 +78,7 @@ class Controller:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
+        self.server._server.force_exit = True  # nobody waits for connections; a process of its own does, in its test
         self.server.stop()
         self._thread.join(SECONDS)
         assert not self._thread.is_alive(), "the controller does not end"

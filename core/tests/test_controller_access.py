@@ -172,7 +172,7 @@ def test_bodies_are_limited_before_they_are_read() -> None:
 
 
 def test_whoever_sends_slowly_is_hung_up_on() -> None:
-    with Controller(request_timeout=0.5) as controller:
+    with Controller(request_timeout=0.3) as controller:
         assert raw(controller, b"") == b""
         assert raw(controller, b"POST /v1/pin HTTP/1.1\r\nHost: x\r\n") == b"", "half a head"
         late = raw(controller, b"POST /v1/pin HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
@@ -223,6 +223,8 @@ def test_a_wrong_body_is_told_without_quoting_it() -> None:
         assert "secret" not in answer.text
         assert controller.get("/v1/nothing", status=404)["error"]["kind"] == "unknown-path"
         assert controller.client.get("/v1/pin").status_code == 405
+        misspelt = controller.get("/v1/jobs", params={"limits": 3}, status=422)["error"]
+        assert misspelt["message"].endswith("parameters: limit")
 
 
 def test_no_prompt_is_logged_or_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

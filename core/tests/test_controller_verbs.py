@@ -251,7 +251,8 @@ def test_a_job_is_cancelled(nodes: Nodes, controller: Controller) -> None:
 
 
 def test_an_idempotency_key_does_nothing_twice(nodes: Nodes, controller: Controller) -> None:
-    a = nodes.start("a", controller, SPACE)
+    controller.server.parts.fleet.roster.timeout = 1.0
+    a = nodes.start("a", controller, SPACE, heartbeat=0.2)
     a.store(CHUNKS, SPACE)
     body = {**ASKED, "node": "a"}
     first = controller.post("pin", body, headers={"Idempotency-Key": "k1"})
@@ -286,6 +287,7 @@ def test_a_lost_connection_does_not_lose_a_command(nodes: Nodes, controller: Con
     assert [name for name, _ in a.commands] == cuts * 2, "the same command under the same name"
 
 
+@pytest.mark.slow
 def test_a_node_that_goes_for_good_fails_its_step(nodes: Nodes) -> None:
     with Controller(step_timeout=2.0) as controller:
         a = nodes.start("a", controller, SPACE)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lmkv.agent import messages as m
 from lmkv.errors import LmkvError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from lmkv.agent.messages import Progress
     from lmkv.controller.fleet import Fleet
     from lmkv.controller.records import Command
     from lmkv.controller.roster import NodeRecord
 
+Allowed: TypeAlias = "Callable[[], Awaitable[bool]]"
 log = logging.getLogger("lmkv.controller")
 
 ENDED: Final = frozenset({m.DONE, m.FAILED, m.CANCELLED})
@@ -24,6 +25,10 @@ LOOK_SECONDS: Final = 0.5
 """Between two looks whether the node is there, and still the same."""
 ASK_SECONDS: Final = 5.0
 """A command of which nothing was heard for so long is sent again: the node answers with how far it is."""
+
+
+async def _always() -> bool:
+    return True
 
 
 class Call:
@@ -74,7 +79,9 @@ class Courier:
         """The node, if it is registered now."""
         return (await self._fleet.nodes()).get(node)
 
-    async def run(self, node: str, name: str, command: Command, watch: Callable[[Call], None]) -> Progress:
+    async def run(
+        self, node: str, name: str, command: Command, watch: Callable[[Call], None], allowed: Allowed | None = None
+    ) -> Progress:
         """Have a command carried out; returns the node's last word about it, whatever that is.
 
         A node does a command once for its name, so that it can be sent again after any silence. A node that has
@@ -85,6 +92,7 @@ class Courier:
             name: of the command, never used for another one.
             command: what to do.
             watch: is given the call, to look at its progress and to cancel it.
+            allowed: asked now and then, and before anything is sent; no: the command is cancelled.
 
         Raises:
             LmkvError: (kind ``away``) the node did not come back, or said nothing, for too long.
@@ -93,18 +101,20 @@ class Courier:
         self._calls[node, name] = call
         watch(call)
         try:
-            return await self._run(node, call, command)
+            return await self._run(node, call, command, allowed or _always)
         finally:
             del self._calls[node, name]
 
-    async def _run(self, node: str, call: Call, command: Command) -> Progress:
+    async def _run(self, node: str, call: Call, command: Command, allowed: Allowed) -> Progress:
         now = asyncio.get_running_loop().time
         until = now() + self._timeout
         while call.progress.state not in ENDED:
+            if not call.cancelled and not await allowed():
+                call.cancel()
             cancelling = call.cancelled
             connection = await self._send(node, m.Cancel(call.name) if cancelling else m.Do(call.name, command))
             # As long as it goes on telling there is nothing to say to it, unless somebody wants an end.
-            while await self._heard(node, call, connection):
+            while await self._heard(node, call, connection, allowed):
                 until = now() + self._timeout
                 if call.progress.state in ENDED or call.cancelled != cancelling:
                     break
@@ -113,13 +123,13 @@ class Courier:
                 raise LmkvError(f"node {node!r} said nothing for {self._timeout:g} s", kind="away", retryable=True)
         return call.progress
 
-    async def _heard(self, node: str, call: Call, connection: str) -> bool:
+    async def _heard(self, node: str, call: Call, connection: str, allowed: Allowed) -> bool:
         """Wait for news of a command that was sent over a connection; False: it is time to send it again."""
         until = asyncio.get_running_loop().time() + (ASK_SECONDS if connection else 0.0)
         while not await call.news(LOOK_SECONDS):
             record = await self.record(node)
             same = record is not None and record.connected and record.connection == connection
-            if not same or asyncio.get_running_loop().time() > until:
+            if not same or asyncio.get_running_loop().time() > until or not await allowed():
                 return False
         return True
 

@@ -14,7 +14,7 @@ from lmkv.service.protocol import split_digests
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    from lmkv.controller.courier import Call, Courier
+    from lmkv.controller.courier import Allowed, Call, Courier
     from lmkv.controller.fleet import Fleet
     from lmkv.controller.jobs import Job
     from lmkv.controller.records import Command, Event
@@ -72,7 +72,7 @@ class Execution:
             return _nothing_done(index, work, str(error))
 
     async def _errand(self, job: Job, index: int, work: Errand) -> Worked:
-        progress = await self._command(job, index, work.node, "do", work.command)
+        progress = await self._command((job, index), work.node, "do", work.command)
         failed = _failures(work, progress.failed)
         if progress.state != m.DONE:
             # What it says of single chunks holds; of the others it is not known, which is no success.
@@ -89,40 +89,60 @@ class Execution:
         fetch = m.Fetch(
             endpoint, work.namespace, work.digests, work.target_tier, PIN_SECONDS, "" if text is None else text.json()
         )
-        fetched = await self._command(job, index, work.target, "fetch", fetch)
+        fetched = await self._command((job, index), work.target, "fetch", fetch)
         failed = dict(fetched.failed)
         if fetched.state != m.DONE:
             failed |= _all(work.digests, _reason(fetched)) | fetched.failed
         safe = _without(work.digests, failed)
+        sure = True
         if safe and work.remove:
             if job.cancelled:
                 failed |= _all(safe, f"cancelled: copied, and not removed from {work.source!r}")
             elif await self._there(work.target) != before or clock() - began > PIN_SECONDS / 2:
                 failed |= _all(safe, f"stays on {work.source!r}: {work.target!r} has started anew")
             else:
-                failed |= await self._drop(job, index, work, safe)
-        # All of them: a fetch that was cancelled does not say which it has pinned.
-        await self._command(job, index, work.target, "unpin", m.UnpinChunks(work.namespace, work.digests))
+                left, sure = await self._drop(job, index, work, safe, incarnation=before)
+                failed |= left
+        if sure:
+            # All of them: a fetch that was cancelled does not say which it has pinned. Where it is not known whether
+            # the source has let go, or may yet, the pins end by themselves.
+            await self._command((job, index), work.target, "unpin", m.UnpinChunks(work.namespace, work.digests))
         return Worked(index, _failures(work, failed), fetched.counts, cancelled=bool(failed) and job.cancelled)
 
-    async def _drop(self, job: Job, index: int, work: Transfer, safe: bytes) -> dict[str, str]:
-        """Take away at the source what is safe at the target; returns what could not be."""
-        try:
-            drop = m.Drop(work.namespace, safe, work.source_tier)
-            dropped = await self._command(job, index, work.source, "drop", drop)
-        except LmkvError as error:
-            return _all(safe, f"copied, but not removed from {work.source!r}: {error}")
-        left = dropped.failed if dropped.state == m.DONE else _all(safe, _reason(dropped))
-        return {digest: f"copied, but not removed from {work.source!r}: {reason}" for digest, reason in left.items()}
+    async def _drop(
+        self, job: Job, index: int, work: Transfer, safe: bytes, *, incarnation: int
+    ) -> tuple[dict[str, str], bool]:
+        """Take away at the source what is safe at the target, as long as that is the same start of the same node.
 
-    async def _command(self, job: Job, index: int, node: str, step: str, command: Command) -> m.Progress:
+        Returns what may still be there, with the reason, and whether that is all that the source will do.
+        """
+
+        async def allowed() -> bool:
+            record = await self._courier.record(work.target)
+            return record is None or record.incarnation == incarnation
+
+        drop = m.Drop(work.namespace, safe, work.source_tier)
+        where = f"copied, but perhaps not removed from {work.source!r}"
+        try:
+            dropped = await self._command((job, index), work.source, "drop", drop, allowed)
+        except LmkvError as error:
+            return _all(safe, f"{where}: {error}"), False
+        if dropped.state == m.DONE:
+            return {digest: f"{where}: {reason}" for digest, reason in dropped.failed.items()}, True
+        return _all(safe, f"{where}: {_reason(dropped)}"), True
+
+    async def _command(
+        self, at: tuple[Job, int], node: str, step: str, command: Command, allowed: Allowed | None = None
+    ) -> m.Progress:
+        job, index = at
+
         def watch(call: Call) -> None:
             job.calls[index] = call
             if job.cancelled and step != "unpin":
                 call.cancel()
 
         await self._there(node)
-        return await self._courier.run(node, f"{job.id}.{job.attempt}.{index}.{step}", command, watch)
+        return await self._courier.run(node, f"{job.id}.{job.attempt}.{index}.{step}", command, watch, allowed)
 
     async def _there(self, node: str) -> int:
         """The incarnation of a node; waits for one that is not there.

@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
-from lmkv.controller.journal import KEPT_JOBS
+from lmkv.controller.journal import KEPT_CHUNKS, KEPT_JOBS, KEPT_SECONDS
 from lmkv.controller.problems import Problem
 from lmkv.controller.records import (
     CANCELLED,
@@ -290,10 +290,14 @@ class Jobs:
                 log.warning("jobs: the journal does not answer: %s", error, extra={"key": "journal"})
 
     async def _forget_old(self) -> None:
-        ended = [identity for identity, job in self._jobs.items() if job.state in ENDED]
-        for identity in ended[:-KEPT_JOBS]:
-            del self._jobs[identity]
-            await self.journal.forget(identity)
+        left, chunks, limit = KEPT_JOBS, KEPT_CHUNKS, time.time() - KEPT_SECONDS
+        for identity, job in reversed(list(self._jobs.items())):
+            if job.ended is None:
+                continue
+            left, chunks = left - 1, chunks - job.plan.total
+            if min(left, chunks) < 0 or job.ended < limit:
+                del self._jobs[identity]
+                await self.journal.forget(identity)
 
 
 def _verdict(job: Job) -> State:

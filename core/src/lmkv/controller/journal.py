@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import logging
-import os
 from collections import OrderedDict
 from contextlib import asynccontextmanager
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from lmkv.controller.records import Ended, Event, Plan, decode, encode
-from lmkv.errors import BackendError, ConfigError, ProtocolError
+from lmkv.controller.records import Ended, Event, Plan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
-    from pathlib import Path
-
-log = logging.getLogger("lmkv.controller")
 
 KEPT_JOBS: Final = 1000
 """Ended jobs that are remembered, newest first."""
 KEPT_SECONDS: Final = 86400.0
-_ID: Final = 64
+KEPT_CHUNKS: Final = 1 << 20
+"""In all of them together: 32 bytes each, in memory and in the file."""
 
 
 class Journal:
@@ -127,136 +119,3 @@ class Journal:
 
     async def close(self) -> None:
         """Stop. Idempotent."""
-
-
-class FileJournal(Journal):
-    """A file of JSON lines, ``[job, event]``. Each is on the disk before anybody acts on it.
-
-    One controller at a time has the file (a lock that goes with the process). Rewritten at each start, without what is
-    too old; a line that was being written when the process ended is left out.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._writing = asyncio.Lock()
-
-    async def open(self) -> dict[str, list[Event]]:
-        """See `Journal.open`."""
-        jobs = await asyncio.to_thread(self._recall)
-        for job, events in jobs.items():
-            self._jobs[job] = events
-            if not isinstance(events[-1], Ended):
-                self._open.add(job)
-            if isinstance(events[0], Plan) and events[0].key:
-                self._keys[events[0].key] = job
-        return {job: list(events) for job, events in jobs.items()}
-
-    async def add(self, job: str, event: Event) -> None:
-        """See `Journal.add`."""
-        line = msgspec.json.encode([job, msgspec.Raw(encode(event))]) + b"\n"
-        async with self._writing:
-            writing = asyncio.ensure_future(asyncio.to_thread(self._write, line))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                await asyncio.wait([writing])  # no second line may begin within this one
-                raise
-            except OSError as error:
-                raise BackendError(f"journal {self._path}: cannot be written: {error.strerror}") from error
-        await super().add(job, event)
-
-    async def close(self) -> None:
-        """See `Journal.close`."""
-        async with self._writing:
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
-
-    def _write(self, line: bytes) -> None:
-        file = self._file
-        if file is None:
-            raise OSError(0, "the journal is closed")
-        at = file.tell()
-        try:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            # A part of a line must not stand before the next one. Unbuffered: nothing else is left to be written.
-            file.seek(at)
-            file.truncate(at)
-            raise
-
-    def _recall(self) -> dict[str, list[Event]]:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("ab+", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"--journal {self._path}: cannot be opened: {error.strerror}") from error
-        self._lock(file)
-        file.seek(0)
-        jobs = _young(_parse(file.read(), self._path))
-        self._file = self._rewritten(file, jobs)
-        return jobs
-
-    def _lock(self, file: IO[bytes]) -> None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise ConfigError(
-                f"--journal {self._path}: another controller has it; each needs its own, or a directory in Redis",
-                kind="in-use",
-            ) from None
-
-    def _rewritten(self, old: IO[bytes], jobs: dict[str, list[Event]]) -> IO[bytes]:
-        """A new file in place of the old one, which is not touched until all of the new one is on the disk."""
-        path = self._path.with_name(self._path.name + ".new")
-        try:
-            new = path.open("wb", buffering=0)
-            new.write(b"".join(
-                msgspec.json.encode([job, msgspec.Raw(encode(event))]) + b"\n"
-                for job, events in jobs.items() for event in events
-            ))  # fmt: skip
-            os.fsync(new.fileno())
-            self._lock(new)
-            path.replace(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise ConfigError(f"--journal {self._path}: cannot be written: {error.strerror}") from error
-        finally:
-            old.close()
-        return new
-
-
-def _parse(content: bytes, path: Path) -> dict[str, list[Event]]:
-    jobs: dict[str, list[Event]] = {}
-    lines = content.split(b"\n")
-    if lines.pop():
-        log.warning("journal %s: the last line was not finished; it is left out", path)
-    for number, line in enumerate(lines, 1):
-        try:
-            job, raw = msgspec.json.decode(line, type=tuple[str, msgspec.Raw])
-            event = decode(bytes(raw))
-        except (msgspec.MsgspecError, ProtocolError) as error:
-            raise ConfigError(
-                f"--journal {path}, line {number}: {error}; move the file away to start without its jobs"
-            ) from error
-        if isinstance(event, Plan) or job in jobs:
-            jobs.setdefault(job[:_ID], []).append(event)
-    return jobs
-
-
-def _young(jobs: dict[str, list[Event]]) -> dict[str, list[Event]]:
-    """Without the jobs that ended long ago, or before many others."""
-    ends = {job: events[-1].at for job, events in jobs.items() if isinstance(events[-1], Ended)}
-    newest = sorted(ends, key=lambda job: ends[job], reverse=True)
-    limit = max(ends.values(), default=0.0) - KEPT_SECONDS
-    gone = {*newest[KEPT_JOBS:], *(job for job in newest if ends[job] < limit)}
-    return {job: events for job, events in jobs.items() if job not in gone}

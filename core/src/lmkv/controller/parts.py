@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from lmkv.controller.auth import Tokens
 from lmkv.controller.courier import Courier
 from lmkv.controller.execution import Execution
+from lmkv.controller.file_journal import FileJournal
 from lmkv.controller.fleet import Fleet
 from lmkv.controller.jobs import Jobs
-from lmkv.controller.journal import FileJournal, Journal
+from lmkv.controller.journal import Journal
 from lmkv.controller.verbs import Planner
 from lmkv.observe.clients import label_value
 from lmkv.observe.metrics import Metrics

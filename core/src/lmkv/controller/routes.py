@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response, Security, WebSocket
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 
@@ -20,7 +21,7 @@ from lmkv.controller.guard import WAIT_MAX
 from lmkv.controller.jobs import Job
 from lmkv.controller.metrics import gauge
 from lmkv.controller.parts import Parts
-from lmkv.controller.problems import unknown
+from lmkv.controller.problems import Problem, unknown
 from lmkv.controller.prompts import look_up, named
 from lmkv.controller.records import ENDED, Plan
 from lmkv.controller.verbs import Planner
@@ -46,7 +47,18 @@ _VERB_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     202: {"model": b.JobAnswer, "description": "The job goes on; ask for it by its id."},
 }
 
-router = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=[Security(HTTPBearer(auto_error=False))])
+
+def _known_parameters(request: Request) -> None:
+    """A parameter that is misspelt must not be taken for one that was left out."""
+    known = {field.alias for field in get_flat_dependant(request.scope["route"].dependant).query_params}
+    if set(request.query_params) - known:
+        there = ", ".join(sorted(known)) or "none"
+        raise Problem(422, "body", f"a parameter of the URL that this path does not have; parameters: {there}")
+
+
+_EACH: Final = [Security(HTTPBearer(auto_error=False)), Depends(_known_parameters)]
+
+router = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=_EACH)
 """What takes a token."""
 public = APIRouter()
 
