@@ -137,6 +137,7 @@ async def test_killed_in_the_middle_of_a_read() -> None:
             assert a.at_rest()
 
 
+@pytest.mark.slow  # as the one before, from the other side
 async def test_killed_in_the_middle_of_a_transfer() -> None:
     keys = chain(range(100, 116))
     with child(1) as (process, address), FaultProxy(int(address.rsplit(":", 1)[1])) as proxy:

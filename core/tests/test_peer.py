@@ -43,7 +43,7 @@ def frames(node: Peer, keys: KeyChain, shard: int = 0) -> list[Frame]:
 
 async def test_pull() -> None:
     keys, others = chain(range(16)), chain(range(100, 108))
-    async with peer("a") as a, peer("b") as b:
+    async with peer("a") as a, peer("b", listen="127.0.0.2:0") as b:
         b.store(keys)
         asked = [*b.keys(keys), *b.keys(others)]
         outcomes, got = await a.pull(b, asked)

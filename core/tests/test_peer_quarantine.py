@@ -217,6 +217,30 @@ async def test_a_transport_that_fails_is_replaced_by_tcp_and_says_so_once(caplog
         assert a.at_rest()
 
 
+async def test_a_peer_that_has_gone_is_not_its_transports_fault(caplog: pytest.LogCaptureFixture) -> None:
+    wild, keys = Wild(), chain(range(4))
+    async with peer("a", **wild.too) as a:
+        async with peer("b", **wild.too) as b:
+            b.store(keys)
+            assert all(o.ok for o in (await a.pull(b, b.keys(keys)))[0])
+            going, go = threading.Event(), threading.Event()
+
+            def fail() -> None:
+                going.set()
+                assert go.wait(20)
+                raise TransportError("the other end has gone")
+
+            wild.on_move = fail
+            pulling = asyncio.ensure_future(a.pull(b, b.keys(keys)))
+            await eventually(going.is_set)
+        go.set()
+        with pytest.raises(LmkvError):
+            raise (await pulling)[0][0].error  # type: ignore[misc]
+        assert a.link(b)._barred == set()
+        assert "going on with another" not in caplog.text
+        assert a.at_rest()
+
+
 async def test_an_exception_of_a_plugin_is_a_failed_transport() -> None:
     wild, keys = Wild(), chain(range(4))
 

@@ -221,5 +221,5 @@ class Nodes(RuleBasedStateMachine):
 
 TestNodes = Nodes.TestCase
 TestNodes.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

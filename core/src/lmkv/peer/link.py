@@ -19,7 +19,7 @@ from lmkv.peer.connection import Connection, open_connection
 from lmkv.peer.frames import Frame, batches
 from lmkv.peer.threads import to_the_end
 from lmkv.peer.transport import Channel, DeadlineError, Region, TransportError
-from lmkv.types import FAILED, MISS, OK, REJECTED
+from lmkv.types import FAILED, MISS, NAMESPACE_BYTES, OK, REJECTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +34,8 @@ log = logging.getLogger("lmkv.peer")
 BACKOFF: Final = 0.2
 """Seconds after a failed connection in which none is tried; doubled with each failure."""
 BACKOFF_MAX: Final = 5.0
+PROBE_SECONDS: Final = 1.0
+"""For a sign of life of a peer whose transport has failed."""
 AT_ONCE: Final = 2
 """Batches of one push that are under way at a time."""
 
@@ -243,12 +245,12 @@ class PeerLink:
                 raise
             except TransportError as e:
                 await self._drop_channel(name)
-                if not connection.alive or not self._bar(name, e):
+                if not await self._bar(connection, name, e):
                     raise
             except Exception as e:  # a plugin's fault is a fault of the transport
                 await self._drop_channel(name)
                 error = TransportError(f"transport {name}: {type(e).__name__}: {e}")
-                if not connection.alive or not self._bar(name, error):
+                if not await self._bar(connection, name, error):
                     raise error from e
             else:
                 return
@@ -269,21 +271,32 @@ class PeerLink:
                         lambda transport=transport, blob=blob: transport.connect(connection.reach, blob),  # type: ignore[misc]
                     )
                 except TransportError as e:
-                    if not self._bar(name, e):
+                    if not await self._bar(connection, name, e):
                         raise
                     continue
                 self._channels[name] = channel
                 return name, channel
         raise TransportError(f"peer {self.address} has no transport in common with this node")
 
-    def _bar(self, name: str, error: TransportError) -> bool:
-        """Use transport `name` no more with this life of the peer; whether there is another one."""
-        if name == self._means.ranked[-1]:
+    async def _bar(self, connection: Connection, name: str, error: TransportError) -> bool:
+        """Use transport `name` no more with this life of the peer; whether there is another one.
+
+        When it is the peer itself that has gone, it is not the transport's fault.
+        """
+        if name == self._means.ranked[-1] or not await self._answers(connection):
             return False
         if name not in self._barred:
             self._barred.add(name)
             log.warning("peer %s: transport %s failed, going on with another: %s", self.node, name, error)
             self._count_error(error)
+        return True
+
+    @staticmethod
+    async def _answers(connection: Connection) -> bool:
+        try:
+            await connection.ask(m.Has(bytes(NAMESPACE_BYTES), b""), time.monotonic() + PROBE_SECONDS)
+        except LmkvError:
+            return False
         return True
 
     async def _drop_channel(self, name: str) -> None:
