@@ -52,11 +52,14 @@ class Transfers:
         (self._sending.discard if message.final else self._sending.add)(message.transfer)
         return p.Ok(len(digests))
 
-    async def _await(self, message: p.AwaitTransfer) -> p.TransferState:
-        incoming = self._required().incoming
-        name = check_transfer(message.transfer)
-        self._awaited.add(name)
-        reached = await incoming.wait(name, message.seconds)
+    def _await(self, message: p.AwaitTransfer) -> Awaitable[p.TransferState]:
+        node, name = self._required(), check_transfer(message.transfer)
+        self._awaited.add(name)  # now: its end may be the next message
+        return self._reached(node, name, message.seconds)
+
+    @staticmethod
+    async def _reached(node: PeerNode, name: str, seconds: float) -> p.TransferState:
+        reached = await node.incoming.wait(name, seconds)
         return p.TransferState(reached.state, reached.tokens)
 
     def _end(self, message: p.EndTransfer) -> None:
