@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +96,29 @@ def test_hot_chunks_move_and_the_other_node_answers_warm_when_the_first_has_gone
         assert b.engine_of_mine.load(prompt) == len(prompt), "warm, every byte looked at"
         until(lambda prompt=prompt: hits(controller, prompt) == {"gpu-2": len(prompt)}, "told")
     assert b.counter("lmkv_pins") == 0
+
+
+def test_a_pin_of_the_operators_outlives_a_transfer(controller: Controller, fleet: dict[str, Member]) -> None:
+    a, b = fleet["gpu-1"], fleet["gpu-2"]
+    prompt = list(range(1, 4 * CHUNK + 1))
+    asked = {"model": MODEL, "tokens": prompt}
+    copy = {**asked, "source": {"node": "gpu-1"}, "target": {"node": "gpu-2", "tier": "ram"}}
+    for member in (a, b):
+        member.engine_of_mine.store(prompt)
+    first = {**asked, "tokens": prompt[:CHUNK], "node": "gpu-2"}
+    assert controller.post("pin", first)["state"] == "done"
+    second = {**asked, "tokens": prompt[: 2 * CHUNK], "node": "gpu-2", "seconds": 60}
+    assert controller.post("pin", second)["state"] == "done"
+    for _ in range(2):
+        assert controller.post("copy", copy)["counts"]["gpu-2"]["present"] == 4
+
+        def pins() -> list[float]:
+            return sorted(entry.pinned_until - time.monotonic() for entry in b.manager.pinned)
+
+        kept = b.on_loop(pins)
+        assert len(kept) == 2, "those of the operator, and no others"
+        assert 0 < kept[0] <= 60
+        assert kept[1] == math.inf
 
 
 def blocks() -> list[str]:

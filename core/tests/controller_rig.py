@@ -171,6 +171,7 @@ class Node:
         self.spaces = {space.id: space for space in spaces}
         self.incarnation = int.from_bytes(hashlib.sha256(f"{name}{time.time()}".encode()).digest()[:7], "little")
         self.pins: dict[bytes, float | None] = {}
+        self.fetched: set[bytes] = set()
         self.commands: list[tuple[str, m.Command]] = []
         self.before: Callable[[str, m.Command], bool] = lambda _job, _command: True
         self.after: Callable[[str, m.Command], bool] = lambda _job, _command: True
@@ -344,7 +345,9 @@ class Node:
     def _pin(self, command: m.PinChunks | m.UnpinChunks, asked: list[bytes]) -> dict[str, str]:
         if isinstance(command, m.UnpinChunks):
             for digest in asked:
-                self.pins.pop(digest, None)
+                if not command.fetched or digest in self.fetched:
+                    self.pins.pop(digest, None)
+                    self.fetched.discard(digest)
             return {}
         there = set().union(*(tier.of(command.namespace) for tier in self.tiers))
         self.pins |= {d: command.seconds for d in asked if d in there}
@@ -368,7 +371,8 @@ class Node:
         got = {d for d in asked if d in theirs or d in tier.of(command.namespace)}
         self._change(tier, command.namespace, got, set())
         if command.pin_seconds:
-            self.pins |= dict.fromkeys(got, command.pin_seconds)
+            self.fetched |= got - self.pins.keys()
+            self.pins |= {d: self.pins.get(d, command.pin_seconds) for d in got}
         return {d.hex(): f"{peer.name} has it not" for d in asked if d not in got}
 
     def _clear(self, command: m.ClearTier) -> dict[str, int]:

@@ -74,7 +74,9 @@ class Commands:
 
     async def _unpin(self, job: Job, command: m.UnpinChunks) -> None:
         async for _, entry in self._each(job, command.namespace, command.digests):
-            if entry is not None:
+            if entry is not None and command.fetched:
+                self._fetcher.unpin(command.namespace, entry)
+            elif entry is not None:
                 self._manager.unpin(entry)
             job.advance()
 

@@ -34,6 +34,8 @@ PULL_SECONDS: Final = 30.0
 """For one batch."""
 ROOM_SECONDS: Final = 10.0
 """That memory is waited for."""
+MAX_PINS: Final = 1 << 16
+"""Of fetches; at this number those that have ended are forgotten."""
 TRIES: Final = 5
 PAUSE_SECONDS: Final = 0.1
 """A tier whose queue is full is asked again so many times, so much later each time."""
@@ -56,6 +58,17 @@ class Fetcher:
         self._manager = manager
         self._stack = manager.stack
         self._peers = peers
+        self._pins: dict[tuple[bytes, bytes], tuple[float, float]] = {}
+        """Namespace and digest → until when a fetch has pinned the chunk, and until when it was pinned before."""
+
+    def unpin(self, namespace: bytes, entry: Entry) -> None:
+        """A fetch's pin is not needed any more: what was before it, or came after it, holds."""
+        until, before = self._pins.pop((namespace, entry.digest), (0.0, 0.0))
+        if until and entry.pinned_until == until:
+            self._manager.unpin(entry)
+            if before > time.monotonic():
+                self._manager.pinned.add(entry)
+                entry.pinned_until = before
 
     async def run(self, job: Job, command: Fetch) -> None:
         """Fetch the chunks of `command`, in batches; what cannot be had is told by chunk.
@@ -173,11 +186,22 @@ class Fetcher:
                 order.job.fail(entry.digest, f"tier {target.name!r} did not take it: no room, too much to do, or off")
                 return
             if order.pin_seconds > 0:
-                self._manager.pin(entry, order.pin_seconds)
+                self._pin(order, entry)
             order.job.advance()
         finally:
             entry.let_go()
             self._stack.settle(entry)
+
+    def _pin(self, order: Order, entry: Entry) -> None:
+        key = (order.namespace.id, entry.digest)
+        until, before = self._pins.get(key, (0.0, 0.0))
+        if entry.pinned_until != until:  # and not what a fetch before this one has done
+            before = entry.pinned_until
+        self._manager.pin(entry, order.pin_seconds)
+        if len(self._pins) >= MAX_PINS:
+            now = time.monotonic()
+            self._pins = {key: pins for key, pins in self._pins.items() if pins[0] > now}
+        self._pins[key] = (entry.pinned_until, before)
 
     async def _bring(self, entry: Entry, target: Tier) -> bool:
         """Copy what lacks into the tier; whether all is there."""

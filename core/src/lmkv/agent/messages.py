@@ -190,6 +190,8 @@ class UnpinChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     namespace: bytes
     digests: bytes
+    fetched: bool = False
+    """Only those of a `Fetch`: what was pinned before it stays so, and what somebody has pinned since."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):

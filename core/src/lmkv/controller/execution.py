@@ -106,7 +106,9 @@ class Execution:
         if sure:
             # All of them: a fetch that was cancelled does not say which it has pinned. Where it is not known whether
             # the source has let go, or may yet, the pins end by themselves.
-            await self._command((job, index), work.target, "unpin", m.UnpinChunks(work.namespace, work.digests))
+            await self._command(
+                (job, index), work.target, "unpin", m.UnpinChunks(work.namespace, work.digests, fetched=True)
+            )
         return Worked(index, _failures(work, failed), fetched.counts, cancelled=bool(failed) and job.cancelled)
 
     async def _drop(
