@@ -55,7 +55,7 @@ async def test_pull() -> None:
         await eventually(b.at_rest)
         assert a.at_rest()
         assert a.link(b).node == "b"
-        assert a.manager.metrics.value("lmkv_peer_bytes_total", op="pull") == 4 * FRAME
+        assert a.manager.metrics.value("lmkv_peer_bytes_total", op="pull", transport="tcp") == 4 * FRAME
 
 
 async def test_has() -> None:

@@ -127,7 +127,7 @@ FAMILIES: Final = (
         "lmkv_peer_bytes_total",
         "counter",
         "Bytes of frames that this node pulled from others or pushed to them.",
-        ("op",),
+        ("op", "transport"),
     ),
     Family(
         "lmkv_peer_served_bytes_total",

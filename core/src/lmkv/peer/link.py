@@ -152,11 +152,11 @@ class PeerLink:
             remote.append(Region(offset, nbytes))
             local.append(Region(obj.offset, nbytes))
         try:
-            await self._move(connection, remote, lambda channel: channel.read(remote, local, until))
+            by = await self._move(connection, remote, lambda channel: channel.read(remote, local, until))
         except TransportError as e:
             self._count_error(e)
             return [FAILED(e) if outcome.ok else outcome for outcome in outcomes]
-        self._means.count("pull", sum(region.nbytes for region in local))
+        self._means.count("pull", by, sum(region.nbytes for region in local))
         return outcomes
 
     # --- push --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class PeerLink:
             local = [Region(frames[i].object.offset, frames[i].object.nbytes) for i in going]
             remote = [Region(reserved.offsets[i], reserved.lengths[i]) for i in going]
             done = False
-            await self._move(connection, remote, lambda channel: channel.write(local, remote, until))
+            by = await self._move(connection, remote, lambda channel: channel.write(local, remote, until))
             done = True
             asked = m.Commit(reserved.reservation, tuple(failed))
             committed = await self._expect(asked, m.Committed, until, connection)
@@ -216,7 +216,7 @@ class PeerLink:
             for i, why in zip(wanted, committed.outcomes, strict=True):
                 frame = frames[i]
                 outcomes[i] = FAILED(TransportError(f"peer {self.node}: {why}")) if why else OK(frame.object.nbytes)
-            self._means.count("push", sum(frames[i].object.nbytes for i in going))
+            self._means.count("push", by, sum(frames[i].object.nbytes for i in going))
         except TransportError as e:
             self._count_error(e)
             self._give_up(connection, reserved, done=done)
@@ -233,10 +233,10 @@ class PeerLink:
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 
-    async def _move(self, connection: Connection, regions: Sequence[Region], work: Callable[[Channel], None]) -> None:
-        """Run `work` with the best channel there is; with the next one if its transport fails."""
+    async def _move(self, connection: Connection, regions: Sequence[Region], work: Callable[[Channel], None]) -> str:
+        """Run `work` with the best channel there is; with the next one if its transport fails. Which it was."""
         if not regions:
-            return
+            return ""
         while True:
             name, channel = await self._channel(connection)
             try:
@@ -253,7 +253,7 @@ class PeerLink:
                 if not await self._bar(connection, name, error):
                     raise error from e
             else:
-                return
+                return name
 
     async def _channel(self, connection: Connection) -> tuple[str, Channel]:
         """The channel of the best transport that both sides have, opened if need be."""

@@ -73,10 +73,10 @@ class Means:
         self.callbacks: list[Callable[[str, int], None]] = []
         self._metrics = metrics
 
-    def count(self, op: str, nbytes: int) -> None:
+    def count(self, op: str, transport: str, nbytes: int) -> None:
         """Bytes of frames that were pulled or pushed."""
-        if self._metrics is not None:
-            self._metrics.inc("lmkv_peer_bytes_total", nbytes, op=op)
+        if self._metrics is not None and nbytes:
+            self._metrics.inc("lmkv_peer_bytes_total", nbytes, op=op, transport=transport)
 
     def count_error(self, error: LmkvError) -> None:
         """Something with a peer went wrong. A kind that only the peer may know becomes that of its family."""
