@@ -48,12 +48,12 @@ def test_best_node_first_and_tiers_apart(nodes: Nodes, controller: Controller) -
     first, second = answer["nodes"]
     assert (first["node"], second["node"]) == ("b", "a")
     assert first["tiers"] == [
-        {"tier": "ram", "hit_tokens": 0, "held": "0c"},
-        {"tier": "disk", "hit_tokens": 3 * CHUNK, "held": "07"},
+        {"tier": "ram", "backend": "fake", "hit_tokens": 0, "held": "0c"},
+        {"tier": "disk", "backend": "fake", "hit_tokens": 3 * CHUNK, "held": "07"},
     ]
     assert second["tiers"] == [
-        {"tier": "ram", "hit_tokens": 2 * CHUNK, "held": "03"},
-        {"tier": "disk", "hit_tokens": 3 * CHUNK, "held": "07"},
+        {"tier": "ram", "backend": "fake", "hit_tokens": 2 * CHUNK, "held": "03"},
+        {"tier": "disk", "backend": "fake", "hit_tokens": 3 * CHUNK, "held": "07"},
     ]
     assert first["endpoints"] == {"peer": "fake:b"}
     assert first["namespace"] == SPACE.id.hex()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from concurrent.futures import CancelledError, wait
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.backend import StorageBackendInterface
 from lmkv.errors import BackendError, LmkvError
-from lmkv.types import MISS, REJECTED, Capabilities, Health, HealthState
+from lmkv.types import FAILED, MISS, REJECTED, Capabilities, Health, HealthState, OutcomeKind
 from lmkv_backend_p2p.places import Places
-from lmkv_backend_p2p.share import shares
-from lmkv_backend_p2p.sources import Directory, Listed, Resting
+from lmkv_backend_p2p.resting import Resting
+from lmkv_backend_p2p.share import Shares
+from lmkv_backend_p2p.sources import NOWHERE, Listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +34,12 @@ _OF_DEADLINE: Final = 0.9
 """Part of the tier's deadline that a call may take: a miss in time is better than a call that has overrun."""
 
 
+class _Pull(NamedTuple):
+    address: str
+    numbers: list[int]
+    future: Future[list[Outcome]]
+
+
 class P2PBackend(StorageBackendInterface):
     """Reads frames of other nodes, straight into the memory that the tier gives. Threads: any number.
 
@@ -50,46 +58,59 @@ class P2PBackend(StorageBackendInterface):
         assert isinstance(options, P2POptions)
         self._deadline = context.deadline
         self._below = options.below
-        self._split = options.split
-        self._resting = Resting(options.rest)
+        self._resting = Resting(options.rest, self._ask_again)
         self._places = Places(options.remember)
-        self._links: Peers | None = None
-        kind = Listed if options.controller is None else Directory
-        self._source: Source = kind(options, self._resting, self._peers)
+        self._shares = Shares()
+        self._source: Source
+        if options.controller is None:
+            self._source = Listed(options, self._resting)
+        else:
+            from lmkv_backend_p2p.directory import Directory  # noqa: PLC0415  brings an HTTP client
+
+            self._source = Directory(options, self._resting)
 
     def meet(self, peers: Peers) -> None:
-        """See `lmkv.peer.node.PeerUser`."""
-        self._links = peers
+        """See `lmkv.peer.node.PeerUser`.
 
-    def _peers(self) -> Peers:
-        if self._links is None:
-            raise BackendError("this process has no links to other nodes: only a node service has")
-        return self._links
+        Raises:
+            ConfigError: a peer is off loopback, and there is no key.
+        """
+        self._source.meet(peers)
 
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """See `StorageBackendInterface`: one question to the directory, or one to each peer at the same time."""
-        there: set[tuple[bytes, bytes]] = set()
+        until = self._until()
         for namespace, digests in _by_namespace(keys):
-            there |= self._ask(namespace, digests, self._until())
-        return [(key.namespace, key.digest) in there for key in keys]
+            self._ask(namespace, digests, until)
+        return [bool(self._holders(key)) for key in keys]
 
     def get(self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject]) -> Sequence[Outcome]:
         """See `StorageBackendInterface`. What cannot be had by the deadline is a miss, whatever the reason."""
         until = self._until()
         outcomes: list[Outcome] = [MISS] * len(keys)
+        self._find([key for key in keys if not self._holders(key)], len(keys), until)
         wanted = list(range(len(keys)))
-        where = {i: self._places.of(keys[i].namespace, keys[i].digest) or {} for i in wanted}
-        unknown = [keys[i] for i in wanted if not where[i]]
-        for namespace, digests in _by_namespace(unknown):
-            self._ask(namespace, digests, until)
+        nbytes = [obj.nbytes for obj in into]
         while wanted and time.monotonic() < until:
-            where = {i: self._living(keys[i]) for i in wanted}
-            plan = shares(wanted, [obj.nbytes for obj in into], where, self._split)
+            where = {i: self._holders(keys[i]) for i in wanted}
+            plan = self._shares.begin(wanted, nbytes, where)
             if not plan:
                 break
-            self._pull(plan, keys, into, outcomes, until)
+            try:
+                self._pull(plan, keys, into, outcomes, _until_of(plan, where, until))
+            finally:
+                self._shares.end(plan, nbytes)
             wanted = [i for i in wanted if not outcomes[i].ok]
         return outcomes
+
+    def _find(self, unknown: Sequence[ChunkKey], of: int, until: float) -> None:
+        """Ask where these are. That nobody can say it matters only where all of a batch is unknown."""
+        for namespace, digests in _by_namespace(unknown):
+            try:
+                self._ask(namespace, digests, until)
+            except BackendError:
+                if len(unknown) == of:
+                    raise
 
     def _pull(
         self,
@@ -97,46 +118,51 @@ class P2PBackend(StorageBackendInterface):
         keys: Sequence[ChunkKey],
         into: Sequence[MemoryObject],
         outcomes: list[Outcome],
-        until: float,
+        until: dict[str, float],
     ) -> None:
         """Read from all peers at the same time. Of what does not come it is known afterwards that it is not there."""
-        peers = self._peers()
-        pulls: dict[str, list[Future[list[Outcome]]]] = {}
-        parts: dict[str, list[list[int]]] = {}
-        for address, numbers in plan.items():
-            spaces: dict[bytes, list[int]] = {}
-            for i in numbers:
-                spaces.setdefault(keys[i].namespace, []).append(i)
-            parts[address] = list(spaces.values())
-            pulls[address] = [
-                peers.submit(
-                    peers.link(address).pull([keys[i] for i in part], [into[i] for i in part], until, bring=self._below)
-                )
-                for part in parts[address]
-            ]
-        for address, futures in pulls.items():
-            for part, future in zip(parts[address], futures, strict=True):
-                try:
-                    came: Sequence[Outcome] = future.result()
-                except LmkvError as e:
-                    log.warning("peer %s: %s", address, e, extra={"key": f"p2p-{address}"})
-                    self._resting.failed(address)
-                    came = [MISS] * len(part)
-                for i, outcome in zip(part, came, strict=True):
-                    outcomes[i] = outcome if outcome.ok else MISS
-                    if not outcome.ok:
-                        self._places.gone(keys[i].namespace, keys[i].digest, address)
+        peers = self._source.peers
+        pulls: list[_Pull] = []
+        try:
+            for address, numbers in plan.items():
+                link = peers.link(address)
+                for part in _parts(numbers, keys):
+                    chosen = [keys[i] for i in part], [into[i] for i in part]
+                    pulling = link.pull(*chosen, until[address], bring=self._below)
+                    pulls.append(_Pull(address, part, peers.submit(pulling)))
+        finally:
+            wait([pull.future for pull in pulls])  # until then bytes may still come
+        for address, part, future in pulls:
+            for i, outcome in zip(part, self._came(address, future, len(part)), strict=True):
+                outcomes[i] = outcome if outcome.ok else MISS
+                if not outcome.ok:
+                    self._places.gone(keys[i].namespace, keys[i].digest, address)
 
-    def _living(self, key: ChunkKey) -> dict[str, float]:
+    def _came(self, address: str, future: Future[list[Outcome]], count: int) -> Sequence[Outcome]:
+        """The outcomes of one pull; a peer that has failed is left alone."""
+        try:
+            outcomes = future.result()
+        except (LmkvError, CancelledError) as e:
+            outcomes = [FAILED(e)] * count
+        for outcome in outcomes:
+            if outcome.kind is OutcomeKind.FAILED:
+                self._resting.failed(address, outcome.error)
+                break
+        return outcomes
+
+    def _holders(self, key: ChunkKey) -> dict[str, float]:
         """Peers that have a chunk, as far as is known, and may be asked."""
-        known = self._places.of(key.namespace, key.digest) or {}
+        known = self._places.of(key.namespace, key.digest)
         return {address: wait for address, wait in known.items() if self._resting.well(address)}
 
-    def _ask(self, namespace: bytes, digests: list[bytes], until: float) -> set[tuple[bytes, bytes]]:
-        """Those of `digests` that some peer has; remembered."""
-        holders = self._source.holders(namespace, digests, until)
-        self._places.learn(namespace, digests, holders)
-        return {(namespace, digest) for i, digest in enumerate(digests) if any(holder.held[i] for holder in holders)}
+    def _ask(self, namespace: bytes, digests: list[bytes], until: float) -> None:
+        """Learn who has `digests`."""
+        self._places.learn(namespace, digests, self._source.holders(namespace, digests, until))
+
+    def _ask_again(self, address: str, seconds: float) -> Future[Any]:
+        """Begin to ask a peer that has failed before."""
+        peers = self._source.peers
+        return peers.submit(peers.link(address).has(NOWHERE, [], time.monotonic() + seconds))
 
     def _until(self) -> float:
         return time.monotonic() + self._deadline * _OF_DEADLINE
@@ -160,10 +186,10 @@ class P2PBackend(StorageBackendInterface):
     def health(self) -> Health:
         """Whether anybody can say where anything is."""
         try:
-            why = self._source.look(self._until())
+            self._source.look(self._until())
         except LmkvError as e:
-            why = str(e)
-        return Health(HealthState.DEGRADED, why) if why else Health(HealthState.OK)
+            return Health(HealthState.DOWN, str(e))
+        return Health(HealthState.OK)
 
     def close(self) -> None:
         """Idempotent. The links are the node's."""
@@ -177,3 +203,17 @@ def _by_namespace(keys: Sequence[ChunkKey]) -> Iterator[tuple[bytes, list[bytes]
         spaces.setdefault(key.namespace, {})[key.digest] = None
     for namespace, digests in spaces.items():
         yield namespace, list(digests)
+
+
+def _parts(numbers: Sequence[int], keys: Sequence[ChunkKey]) -> list[list[int]]:
+    """The numbers of each namespace: a pull is of one."""
+    spaces: dict[bytes, list[int]] = {}
+    for i in numbers:
+        spaces.setdefault(keys[i].namespace, []).append(i)
+    return list(spaces.values())
+
+
+def _until_of(plan: dict[str, list[int]], where: dict[int, dict[str, float]], until: float) -> dict[str, float]:
+    """Until when each peer is waited for: half of the time, where others have all that it is asked for."""
+    half = (time.monotonic() + until) / 2
+    return {a: half if all(len(where[i]) > 1 for i in numbers) else until for a, numbers in plan.items()}

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, mo
 
 from lmkv.peer.address import parse_address
 from lmkv.secrets import Secret  # noqa: TC001  pydantic needs it when the module is imported
-from lmkv.units import Interval, Size  # noqa: TC001  as above
+from lmkv.units import Interval  # noqa: TC001  as above
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,11 +46,7 @@ class P2POptions(BaseModel):
         default=True, description="Read also what peers have in slower tiers of their own; they load it first."
     )
     remember: Interval = Field(default=60.0, description="Time for which it is remembered who has a chunk.")
-    split: Size = Field(
-        default=64 << 20,
-        description="Loads of more bytes are spread over all peers that have the chunks, others come from one.",
-    )
-    rest: Interval = Field(default=2.0, description="Time for which a peer that failed is not asked.")
+    rest: Interval = Field(default=2.0, description="Time for which a peer that failed is left alone.")
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

@@ -36,15 +36,14 @@ class Places:
             while len(self._known) > MOST:
                 self._known.popitem(last=False)
 
-    def of(self, namespace: bytes, digest: bytes) -> dict[str, float] | None:
-        """Address → how busy it was; None: not known."""
+    def of(self, namespace: bytes, digest: bytes) -> dict[str, float]:
+        """Address → how busy it was, of every peer that is known to have it."""
         with self._lock:
-            until, where = self._known.get((namespace, digest), (0.0, None))
-            return dict(where) if where and until > time.monotonic() else None
+            until, where = self._known.get((namespace, digest), (0.0, {}))
+            return dict(where) if until > time.monotonic() else {}
 
     def gone(self, namespace: bytes, digest: bytes, address: str) -> None:
         """That peer does not have it after all."""
         with self._lock:
-            _, where = self._known.get((namespace, digest), (0.0, None))
-            if where is not None:
-                where.pop(address, None)
+            _, where = self._known.get((namespace, digest), (0.0, {}))
+            where.pop(address, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -9,33 +10,50 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def shares(
-    wanted: Sequence[int], nbytes: Sequence[int], where: Mapping[int, Mapping[str, float]], split: int
-) -> dict[str, list[int]]:
-    """Peer → the frames to read from it.
+class Shares:
+    """Divides batches among peers. Thread-safe: knows what is under way from whom.
 
-    A batch of at most `split` bytes comes from as few peers as possible: first from the one that has most of it and, of
-    those, is least busy. A larger one is spread over all that have it, each frame to whoever has fewest bytes to send.
-
-    Args:
-        wanted: numbers of frames.
-        nbytes: of each frame, by its number.
-        where: for each of them, who has it and how busy that peer is. Frames that nobody has are left out.
-        split: bytes.
+    A batch comes from as few peers as possible: what one has that has most of it, then the rest. Of those that have
+    equally much, from the one that fewest bytes are under way from, then from the least busy. So the batches of a long
+    prompt, several of which run at a time, come from all peers that have it.
     """
-    has: Counter[str] = Counter()
-    busy: dict[str, float] = {}
-    for i in wanted:
-        for address, wait in where[i].items():
-            has[address] += 1
-            busy[address] = wait
-    order = {address: n for n, address in enumerate(sorted(has, key=lambda a: (-has[a], busy[a], a)))}
-    spread = sum(nbytes[i] for i in wanted) > split
-    given: Counter[str] = Counter()
-    found: dict[str, list[int]] = {}
-    for i in wanted:
-        if where[i]:
-            chosen = min(where[i], key=lambda a: (given[a] if spread else 0, order[a]))
-            given[chosen] += nbytes[i]
-            found.setdefault(chosen, []).append(i)
-    return found
+
+    def __init__(self) -> None:
+        self._under_way: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def begin(
+        self, wanted: Sequence[int], nbytes: Sequence[int], where: Mapping[int, Mapping[str, float]]
+    ) -> dict[str, list[int]]:
+        """Peer → the frames to read from it; they count as under way until `end`.
+
+        Args:
+            wanted: numbers of frames.
+            nbytes: of each frame, by its number.
+            where: for each of them, who has it and how busy that peer is. Frames that nobody has are left out.
+        """
+        found: dict[str, list[int]] = {}
+        left = [i for i in wanted if where[i]]
+        with self._lock:
+            while left:
+                chosen = self._best(left, where)
+                found[chosen] = [i for i in left if chosen in where[i]]
+                self._under_way[chosen] += sum(nbytes[i] for i in found[chosen])
+                left = [i for i in left if chosen not in where[i]]
+        return found
+
+    def _best(self, left: Sequence[int], where: Mapping[int, Mapping[str, float]]) -> str:
+        has: Counter[str] = Counter()
+        busy: dict[str, float] = {}
+        for i in left:
+            has.update(where[i].keys())
+            busy.update(where[i])
+        return min(has, key=lambda address: (-has[address], self._under_way[address], busy[address], address))
+
+    def end(self, plan: Mapping[str, Sequence[int]], nbytes: Sequence[int]) -> None:
+        """What `begin` has given out has come, or will not."""
+        with self._lock:
+            for address, numbers in plan.items():
+                self._under_way[address] -= sum(nbytes[i] for i in numbers)
+                if self._under_way[address] <= 0:
+                    del self._under_way[address]

@@ -132,7 +132,11 @@ class _Trip:
                 raise BackendError(health.detail or "the store is down")  # noqa: TRY301  as if the call had failed
             result.remark = health.detail
             started.set()
-            self._round_trip(backend, item._replace(object=sent), pool)
+            if backend.capabilities.read_only:  # its health is all that can be had: nobody has put anything there
+                sent.release("check")
+                result.remark = result.remark or "only reads"
+            else:
+                self._round_trip(backend, item._replace(object=sent), pool)
             if self.codec.seals:
                 result.step = "key"
                 self._look_at_key(backend)

@@ -188,6 +188,7 @@ class TierHit(Model):
     """What one tier of a node has."""
 
     tier: str
+    backend: str = Field(description="What the tier is: `cpu`, `disk` and so on.")
     hit_tokens: int = Field(description="Leading tokens that lie in this tier alone.")
     held: str | None = Field(default=None, description="Bitmap of the prompt's chunks, hexadecimal, lowest bit first.")
 

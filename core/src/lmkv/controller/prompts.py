@@ -181,7 +181,9 @@ def _node_hit(
         own = holding.leading if holding is not None else 0
         tokens = own * chunk + (tails.get(number, 0) if own == leading else 0)
         bitmap = holding.bitmap if holding is not None else bytes(-(-len(what.digests[namespace]) // DIGEST_BYTES // 8))
-        tiers.append(TierHit(tier=record.tiers[number].name, hit_tokens=tokens, held=bitmap.hex() if held else None))
+        facts = record.tiers[number]
+        bits = bitmap.hex() if held else None
+        tiers.append(TierHit(tier=facts.name, backend=facts.backend, hit_tokens=tokens, held=bits))
     return NodeHit(
         node=record.name,
         namespace=namespace.hex(),

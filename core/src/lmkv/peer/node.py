@@ -39,7 +39,11 @@ class PeerUser(Protocol):
     """A backend that reads from or writes to other nodes: told of the links once the node has them."""
 
     def meet(self, peers: Peers) -> None:
-        """Use `peers`, which are closed before the backend is. Called on the storage loop; must not block."""
+        """Use `peers`, which are closed before the backend is. Called on the storage loop; must not block.
+
+        Raises:
+            ConfigError: a peer that the backend's options name cannot be connected to: the node does not start.
+        """
 
 
 def wanted(config: PeerConfig, manager: StorageManager) -> bool:
@@ -108,9 +112,13 @@ class PeerNode:
             if sock is not None:
                 sock.close()
             raise
-        for tier in manager.stack.tiers:
-            if isinstance(tier.backend, PeerUser):
-                tier.backend.meet(node.peers)
+        try:
+            for tier in manager.stack.tiers:
+                if isinstance(tier.backend, PeerUser):
+                    tier.backend.meet(node.peers)
+        except BaseException:
+            await node.close()
+            raise
         return node
 
     @classmethod
