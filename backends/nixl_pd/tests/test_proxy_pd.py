@@ -91,6 +91,14 @@ def test_what_is_decoded_alone(site: Site) -> None:
     assert not any("kv_transfer_params" in seen.fields for seen in decode.seen)
 
 
+def test_nested_deeply(site: Site) -> None:
+    proxy, _, _ = site.pd()
+    for depth in range(100, 1500, 50):
+        body = b'{"model": "tiny", "messages": %s"%s"%s}' % (b"[" * depth, LONG.encode(), b"]" * depth)
+        answer = proxy.client.post("/v1/chat/completions", content=body)
+        assert answer.status_code in {200, 400}, answer.text
+
+
 def test_token_ids_need_no_tokeniser(site: Site) -> None:
     proxy, [prefill], _ = site.pd()
     assert proxy.post(prompt=list(range(64)), echo=False, prompt_logprobs=None).status_code == 200

@@ -87,6 +87,8 @@ class Proxy:
             await self._refuse(exchange, error)
         except Cut:
             pass
+        except RecursionError:
+            await self._refuse(exchange, ApiError(400, "the body is nested too deeply", code="invalid_json"))
         except asyncio.CancelledError:
             if not exchange.gone:
                 raise

@@ -119,11 +119,14 @@ def _ints(values: list[Any]) -> bool:
 
 
 def _size(value: object) -> int:
-    """Bytes of the text in a prompt, or in messages."""
-    if isinstance(value, str):
-        return len(value) if value.isascii() else len(value.encode("utf-8", "replace"))
-    if isinstance(value, list):
-        return sum(map(_size, value))
-    if isinstance(value, dict):
-        return sum(map(_size, value.values()))
-    return 0
+    """Bytes of the text in a prompt, or in messages, however nested."""
+    size, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            size += len(part) if part.isascii() else len(part.encode("utf-8", "replace"))
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+    return size
