@@ -634,3 +634,16 @@ async def test_a37_a_transfer_fails_with_the_connection_that_pushes_it() -> None
         assert (await b.node.incoming.wait("t", 20)).state == "failed"
         b.node.incoming.let_go("t")
         await eventually(b.at_rest)
+
+
+async def test_a_transfer_without_progress_ends_on_both_sides() -> None:
+    keys = chain(range(12))
+    async with peer("a", transfer_seconds="600ms") as a, peer("b") as b:
+        a.store(chain(range(4)))
+        a.node.outgoing.send("t", b.address, SPACE.id, keys.digests, 12, final=False)
+        await eventually(lambda: b.node.incoming.state("t").frames == 1)
+        await eventually(lambda: a.node.outgoing.state("t").state == "failed")
+        assert (await b.node.incoming.wait("t", 20)).state == "failed"
+        b.node.incoming.let_go("t")
+        await eventually(b.at_rest)
+        await eventually(a.at_rest)

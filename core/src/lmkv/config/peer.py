@@ -114,7 +114,7 @@ class PeerConfig(Model):
         default=30.0, description="Time after which what a peer holds here (leases, reservations) ends by itself."
     )
     transfer_seconds: Interval = Field(
-        default=60.0, description="The same of whole requests that are being transferred to this node."
+        default=60.0, description="The same of whole requests that are being transferred, to this node or from it."
     )
     admission: Amount = Field(
         default=Share(80),

@@ -66,20 +66,22 @@ class Incoming:
         most: bytes that may be set aside at a time.
         seconds: after which a transfer of which nothing is heard is given up.
         waiting: places in the queue for room.
+
+    Attributes:
+        admitted: bytes that open transfers were promised.
     """
 
     def __init__(self, manager: StorageManager, *, most: int, seconds: float, waiting: int) -> None:
         self._manager = manager
         self._stack = manager.stack
         self._most = most
-        self._seconds = seconds
+        self.seconds = seconds
         self._places = waiting
         self._clock = manager.clock
         self._transfers: OrderedDict[str, _Transfer] = OrderedDict()
         self._queue: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """Who found no room, first come first: bytes needed, when last asked."""
         self.admitted = 0
-        """Bytes that open transfers were promised."""
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -93,8 +95,8 @@ class Incoming:
         name = m.check_transfer(asked.transfer)
         known = self._transfers.get(name)
         if known is not None and known.state == "open":
-            known.expires = self._clock() + self._seconds
-            return m.Admitted(name, known.nbytes, self._seconds)
+            known.expires = self._clock() + self.seconds
+            return m.Admitted(name, known.nbytes, self.seconds)
         if known is not None:
             raise ConfigError(f"transfer {name} has ended already: {known.state}", kind="ended")
         sizes = self._sizes(self._namespace(asked), asked.tokens)
@@ -111,13 +113,13 @@ class Incoming:
             self._wait_in_queue(name, needed)
             return m.NoRoom(needed, max(0, self._most - self.admitted - sum(ahead)), RETRY_SECONDS, len(ahead))
         self._queue.pop(name, None)
-        transfer = _Transfer(name, needed, self._clock() + self._seconds)
+        transfer = _Transfer(name, needed, self._clock() + self.seconds)
         for obj in objects:
             transfer.stock[obj.nbytes].append(obj)
         self._transfers[name] = transfer
         self.admitted += needed
         self._gauge()
-        return m.Admitted(name, needed, self._seconds)
+        return m.Admitted(name, needed, self.seconds)
 
     def _namespace(self, asked: m.Admit) -> NamespaceIndex:
         if asked.namespace:
@@ -198,7 +200,7 @@ class Incoming:
             if transfer is None or transfer.state != "open":
                 raise ConfigError(f"transfer {name} is not open here", kind="unknown-transfer")
             transfer.session = session
-            transfer.expires = self._clock() + self._seconds
+            transfer.expires = self._clock() + self.seconds
         stock = {} if transfer is None else transfer.stock
 
         def memory(nbytes: int) -> MemoryObject | None:
@@ -227,7 +229,7 @@ class Incoming:
         transfer = self._transfers.get(name)
         if transfer is not None and slots:
             transfer.frames += len(slots)
-            transfer.expires = self._clock() + self._seconds
+            transfer.expires = self._clock() + self.seconds
 
     def finish(self, name: str, state: str, tokens: int = 0) -> None:
         """It has ended (`complete`, `failed`, `aborted`): what was set aside and not used is free again. Idempotent."""
@@ -240,7 +242,7 @@ class Incoming:
                 self._let_go(transfer)
             return
         transfer.state, transfer.tokens = state, max(0, tokens)
-        transfer.expires = self._clock() + self._seconds
+        transfer.expires = self._clock() + self.seconds
         transfer.session = None
         self.admitted -= transfer.nbytes
         for objects in transfer.stock.values():
@@ -273,7 +275,7 @@ class Incoming:
         transfer = self._transfers.get(name)
         if transfer is not None and transfer.state == "open" and seconds > 0:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(transfer.over.wait(), min(seconds, self._seconds))
+                await asyncio.wait_for(transfer.over.wait(), min(seconds, self.seconds))
         return self.state(name)
 
     def let_go(self, name: str) -> None:

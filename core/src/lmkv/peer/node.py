@@ -70,7 +70,7 @@ class PeerNode:
         self.identity = identity
         self.peers = peers
         self.incoming = hall.incoming
-        self.outgoing = Outgoing(manager, peers)
+        self.outgoing = Outgoing(manager, peers, hall.incoming.seconds)
         self._hall = hall
         self._transports = transports
         self._listener: Listener | None = None

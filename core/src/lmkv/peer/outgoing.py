@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lmkv.peer")
 
-STALL_SECONDS: Final = 60.0
-"""Without any progress for so long a transfer has failed."""
 STEP_SECONDS: Final = 30.0
 """For one question or one push."""
 FINISH_SECONDS: Final = 5.0
@@ -84,12 +82,14 @@ class Outgoing:
     Args:
         manager: what is pushed from.
         peers: the links.
+        seconds: after which a transfer without any progress has failed.
     """
 
-    def __init__(self, manager: StorageManager, peers: Peers) -> None:
+    def __init__(self, manager: StorageManager, peers: Peers, seconds: float = 60.0) -> None:
         self._manager = manager
         self._stack = manager.stack
         self._peers = peers
+        self._seconds = seconds
         self._transfers: OrderedDict[str, _Transfer] = OrderedDict()
         self._wanted: dict[tuple[bytes, bytes], set[_Transfer]] = defaultdict(set)
         self._crew = ThreadPoolExecutor(1, thread_name_prefix="lmkv-peer-seal")
@@ -233,14 +233,14 @@ class Outgoing:
             reply = await self._peers.attend(link.ask(asked, time.monotonic() + STEP_SECONDS))
             if isinstance(reply, m.Admitted):
                 return
-            if not isinstance(reply, m.NoRoom) or time.monotonic() - begun > STALL_SECONDS:
+            if not isinstance(reply, m.NoRoom) or time.monotonic() - begun > self._seconds:
                 raise BackendError(f"node {link.node} has no room for it", kind="no-room")
             await asyncio.sleep(min(5.0, max(0.05, reply.retry_after)))
 
     async def _something(self, transfer: _Transfer) -> bool:
         """Wait for something to push; False: all is done."""
         while not transfer.ready:
-            left = transfer.heard + STALL_SECONDS - time.monotonic()
+            left = transfer.heard + self._seconds - time.monotonic()
             if transfer.final:
                 left = transfer.heard + self._grace(transfer) - time.monotonic()
                 if not transfer.waiting or left <= 0:
