@@ -202,7 +202,7 @@ def test_a43_what_is_advertised_may_be_anything(side: Side, other: Other, blob: 
         side.transport.connect(other.reach(), blob)
 
 
-@pytest.mark.parametrize("kind", ["tcp", KINDS[1], "nixl"], indirect=True)
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_peer_killed_in_mid_transfer(name: str, tls: Path | None, operation: str) -> None:
     """Errors soon, no hang, and a new peer at the same place works."""

@@ -41,7 +41,7 @@ PAGES = 16
 PAGE_TOKENS = 16
 SOCKETS = 4
 ROUNDS = 9
-PART = 2
+PART = 1
 """Frames of one call."""
 AT_ONCE = 4
 """Calls that are under way."""

@@ -14,7 +14,7 @@ from transport_rig import SESSION, Other, Side
 from lmkv.errors import PluginError
 from lmkv.peer.transport import DeadlineError, Region, TransportError
 from lmkv.plugins import PluginHost
-from lmkv_backend_nixl_pd import agent
+from lmkv_backend_nixl_pd import agent, transport
 from lmkv_backend_nixl_pd.doorstep import Blob, Doorstep
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def test_an_idle_transport_takes_no_processor(pair: tuple[Side, Other]) -> None:
     assert time.process_time() - used < (time.monotonic() - begin) / 2
 
 
-def test_peers_tell_what_they_have_moved() -> None:
+def test_peers_tell_what_they_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "NOTES_SECONDS", 0.05)
     told: list[tuple[int, int]] = []
     side = Side("nixl", POOL, served=lambda session, nbytes: told.append((session, nbytes)))
     with Other("nixl", POOL) as other:

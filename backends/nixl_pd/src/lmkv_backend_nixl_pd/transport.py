@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lmkv.peer.transport import Guard, Reach, TransportContext
 
 BATCH_BYTES: Final = 64 << 20
-"""Of one transfer at most: where the kernel copies, a transfer cannot be stopped before it is done."""
+"""A transfer has less than twice as many: where the kernel copies, it cannot be stopped before it is done."""
 BATCH_REGIONS: Final = 4096
 SPINS: Final = 20
 """Times that a transfer is asked at once whether it is done, before the thread sleeps in between."""
@@ -264,18 +264,16 @@ class NixlChannel(Channel):
 
 
 def _batches(pairs: Sequence[tuple[Region, Region]]) -> Iterator[list[tuple[Region, Region]]]:
-    """The pairs in lists of `BATCH_BYTES` and `BATCH_REGIONS` at most; long ones are cut."""
+    """The pairs in lists that end with `BATCH_BYTES` or `BATCH_REGIONS`, whole ones as long as they are no longer."""
     batch: list[tuple[Region, Region]] = []
-    room = BATCH_BYTES
+    nbytes = 0
     for there, here in pairs:
-        done = 0
-        while done < here.nbytes:
-            part = min(room, here.nbytes - done)
-            batch.append((Region(there.offset + done, part), Region(here.offset + done, part)))
-            done += part
-            room -= part
-            if not room or len(batch) == BATCH_REGIONS:
+        for at in range(0, here.nbytes, BATCH_BYTES):
+            part = min(BATCH_BYTES, here.nbytes - at)
+            batch.append((Region(there.offset + at, part), Region(here.offset + at, part)))
+            nbytes += part
+            if nbytes >= BATCH_BYTES or len(batch) == BATCH_REGIONS:
                 yield batch
-                batch, room = [], BATCH_BYTES
+                batch, nbytes = [], 0
     if batch:
         yield batch
