@@ -1,4 +1,4 @@
-"""A vLLM OpenAI server as a child process: started, asked, stopped; a failure shows the end of its log."""
+"""An OpenAI server as a child process: started, asked, stopped; a failure shows the end of its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -49,18 +49,31 @@ class Answer:
     cached_tokens: int
 
 
-class Server:
-    """One run of vLLM's OpenAI server on a free loopback port. A context manager; not for use by several threads."""
+class Child:
+    """One run of an OpenAI server on a free loopback port. A context manager, which may be entered again after `stop`.
+
+    Args:
+        what: it is, for people.
+        model: that is asked for.
+        command: that starts it, given its port.
+        log: file that everything it says is appended to.
+        environment: besides our own.
+    """
 
     def __init__(
-        self, model: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        what: str,
+        model: str,
+        command: Callable[[int], Sequence[str]],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._what = what
         self._model = model
         self._log = log
-        self._port = _free_port()
-        # The module, not the `vllm` command: that one asks for a distribution named vllm, which the CPU build is not.
-        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        self._command += ["--host", _HOST, "--port", str(self._port), "--enable-prompt-tokens-details", *arguments]
+        self._port = free_port()
+        self._command = command(self._port)
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -82,6 +95,11 @@ class Server:
     ) -> None:
         self.stop()
 
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{_HOST}:{self._port}"
+
     def wait_until_ready(self, seconds: float) -> None:
         """Return once the server answers its health check.
 
@@ -91,12 +109,14 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process is not None and self._process.poll() is not None:
-                raise self._failure(f"vLLM ended with exit code {self._process.returncode} while it was starting")
+                raise self._failure(
+                    f"{self._what} ended with exit code {self._process.returncode} while it was starting"
+                )
             with suppress(OSError, http.client.HTTPException):
                 if self._request("GET", "/health", timeout=5.0)[0] == http.client.OK:
                     return
             time.sleep(_POLL_SECONDS)
-        raise self._failure(f"vLLM was not up after {seconds:.0f} s")
+        raise self._failure(f"{self._what} was not up after {seconds:.0f} s")
 
     def count_tokens(self, text: str) -> int:
         """How many tokens the served model's tokenizer makes of a text."""
@@ -123,17 +143,15 @@ class Server:
         try:
             return self._stream("/v1/chat/completions", body)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise self._failure(f"vLLM did not answer a question: {error!r}") from error
+            raise self._failure(f"{self._what} did not answer a question: {error!r}") from error
 
     def cached_tokens_by_source(self) -> dict[str, int]:
         """Tokens that were not computed since the start, by where vLLM was told they came from (host, disk, …)."""
-        text = self._request("GET", "/metrics", timeout=30.0)[1].decode()
-        found: dict[str, int] = {}
-        for line in text.splitlines():
-            if line.startswith(_BY_SOURCE + "{"):
-                source = line.partition('source="')[2].partition('"')[0]
-                found[source] = found.get(source, 0) + int(float(line.rpartition(" ")[2]))
-        return found
+        return {source: int(tokens) for source, tokens in self.metric(_BY_SOURCE, by="source").items()}
+
+    def metric(self, family: str, *, by: str) -> dict[str, float]:
+        """A family of its metrics page, summed for each value of label `by`."""
+        return samples(self._request("GET", "/metrics", timeout=30.0)[1].decode(), family, by)
 
     def stop(self, seconds: float = 30.0) -> None:
         """Ask the server to end, wait until every process of its session has gone, end what is left by force."""
@@ -148,6 +166,13 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def kill(self) -> None:
+        """End all its processes at once, as a machine does that fails."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def log_tail(self) -> str:
         """The last lines that the server and its children printed."""
@@ -172,7 +197,7 @@ class Server:
     def _json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         status, content = self._request("POST", path, timeout=_ANSWER_SECONDS, body=body)
         if status != http.client.OK:
-            raise self._failure(f"vLLM answered {status} to {path}: {content[:500].decode(errors='replace')}")
+            raise self._failure(f"{self._what} answered {status} to {path}: {content[:500].decode(errors='replace')}")
         answer: dict[str, Any] = json.loads(content)
         return answer
 
@@ -209,8 +234,30 @@ class Server:
         return Answer("".join(pieces), first, int(usage["prompt_tokens"]), int(cached))
 
 
-def _free_port() -> int:
-    """A port that nobody listens on now; vLLM binds it a moment later."""
+class Server(Child):
+    """vLLM's own server."""
+
+    def __init__(
+        self, model: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        # The module, not the `vllm` command: that one asks for a distribution named vllm, which the CPU build is not.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", _HOST]
+        command += ["--enable-prompt-tokens-details", *arguments]
+        super().__init__("vLLM", model, lambda port: [*command, "--port", str(port)], log=log, environment=environment)
+
+
+def samples(page: str, family: str, label: str) -> dict[str, float]:
+    """A family of a Prometheus page, summed for each value of a label."""
+    found: dict[str, float] = {}
+    for line in page.splitlines():
+        if line.startswith(family + "{"):
+            value = line.partition(f'{label}="')[2].partition('"')[0]
+            found[value] = found.get(value, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
+def free_port() -> int:
+    """A port that nobody listens on now; who gets it binds it a moment later."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
