@@ -1,6 +1,7 @@
 # Every target does its own set-up into .venv: minutes the first time, nothing after that.
 #
 #   make demo    a real vLLM through lmkv: cold, from RAM, from disk after a restart      MODEL=tiny | folder | hub id
+#   make demo-pd  two of them, one computes prompts, one decodes, behind lmkv proxy      MODEL=… ARGS="--transport tcp"
 #   make test    all tests but the slow ones                                             ARGS="-k name -x"
 #   make test-all  all tests                                                             ARGS=…
 #   make lint    ruff, mypy --strict, import contracts
@@ -15,7 +16,7 @@ ONLY ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
-.PHONY: demo test test-all lint format bench wheels setup-dev setup-vllm setup-pd setup-test clean
+.PHONY: demo demo-pd test test-all lint format bench wheels setup-dev setup-vllm setup-pd setup-test clean
 
 setup-dev:
 	@$(PYTHON) .ci/setup.py dev
@@ -31,6 +32,9 @@ setup-test:
 
 demo: setup-vllm
 	@$(BIN)/python -m lmkv_vllm.demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+demo-pd: setup-pd
+	@$(BIN)/python -m lmkv_vllm.demo.prefill_decode $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: setup-test
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
+from lmkv_vllm.demo import engine
 from lmkv_vllm.demo.documents import SUBJECTS, document, prompt
 from lmkv_vllm.demo.models import DEFAULT_MODEL, ModelError, model_folder
 from lmkv_vllm.demo.report import Report, Row
-from lmkv_vllm.demo.server import Server, ServerError
+from lmkv_vllm.demo.server import Server, ServerError, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,9 +48,6 @@ metrics:
   port: {port}
 """
 _HITS = "lmkv_hit_tokens_total{"
-_START_SECONDS = 600.0  # a first start on a slow machine compiles and loads for minutes
-_STOP_SECONDS = 20
-_ROOM_FOR_QUESTION = 1024  # tokens: chat template, question and answer
 
 
 class Run:
@@ -60,7 +58,7 @@ class Run:
         self._model = model
         self._scratch = scratch
         self._frames = scratch / "frames"
-        self._metrics_port = _free_port()
+        self._metrics_port = free_port()
         self.stack = _STACK.format(pool="2GiB", disk="4GiB", folder=self._frames, port=self._metrics_port)
         (scratch / "stack.yaml").write_text(self.stack)
         self.rows = [Row(subject.title, question) for subject in SUBJECTS for question in subject.questions]
@@ -71,7 +69,7 @@ class Run:
         with self.report:
             self.report.stage(f"starting vLLM with {Path(self._model).name}")
             with self._server("first") as server:
-                server.wait_until_ready(_START_SECONDS)
+                server.wait_until_ready(engine.START_SECONDS)
                 prompts = self._prompts(server)
                 self._ask(server, "cold", prompts)
                 self.report.stage("waiting until all is on disk")
@@ -81,12 +79,11 @@ class Run:
             self._wait_for_service()
             self.report.stage("starting vLLM and the service again")
             with self._server("second") as server:
-                server.wait_until_ready(_START_SECONDS)
+                server.wait_until_ready(engine.START_SECONDS)
                 self._ask(server, "disk", prompts)
                 self.report.stage("stopping")
 
     def _server(self, name: str) -> Server:
-        gpu = _has_gpu()
         connector = {
             "kv_connector": "LMKVConnector",
             "kv_connector_module_path": "lmkv_vllm.connector",
@@ -98,20 +95,9 @@ class Run:
                 "lmkv.lookup_deadline": "2s",
             },
         }
-        arguments = ["--no-enable-prefix-caching", "--enforce-eager", "--kv-transfer-config", json.dumps(connector)]
-        # The default, 0, means that vLLM kills all its descendants at once.
-        arguments += ["--shutdown-timeout", str(_STOP_SECONDS)]
-        arguments += ["--max-model-len", str(self._options.tokens + _ROOM_FOR_QUESTION)]
-        # float32 on a CPU: many compute it faster than bfloat16, and answers stay equal to the last token although a
-        # prompt that is partly cached is computed in other steps than a whole one.
-        arguments += ["--dtype", self._options.dtype or ("auto" if gpu else "float32")]
-        environment = {}
-        if gpu:
-            arguments += ["--gpu-memory-utilization", "0.5"]
-        else:
-            arguments += ["--block-size", "32"]
-            environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
-        return Server(self._model, arguments, log=self._scratch / f"{name}.log", environment=environment)
+        given = engine.arguments(self._options.tokens, self._options.dtype, gpu_share=0.5)
+        given += ["--kv-transfer-config", json.dumps(connector)]
+        return Server(self._model, given, log=self._scratch / f"{name}.log", environment=engine.environment())
 
     def _prompts(self, server: Server) -> list[str]:
         texts = [document(subject, self._options.tokens, server.count_tokens) for subject in SUBJECTS]
@@ -150,13 +136,13 @@ class Run:
 
     def _wait_for_service(self) -> None:
         """Return when lmkv's service has gone, as it does after its last client: the restart must be one of both."""
-        deadline = time.monotonic() + _STOP_SECONDS
+        deadline = time.monotonic() + engine.STOP_SECONDS
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self._metrics_port)) != 0:
                     return
             time.sleep(0.2)
-        raise ServerError(f"lmkv's service was still there {_STOP_SECONDS} s after vLLM had gone")
+        raise ServerError(f"lmkv's service was still there {engine.STOP_SECONDS} s after vLLM had gone")
 
     def _wait_for_disk(self) -> None:
         """Stores are written behind the engine's back: return when a second has gone by without a new byte."""
@@ -207,18 +193,6 @@ def main() -> int:
             return 130
         console.print(run.report.summary())
         return 1 if run.report.faults() else 0
-
-
-def _has_gpu() -> bool:
-    import torch  # noqa: PLC0415 - seconds to import; `--help` needs none of it
-
-    return torch.cuda.is_available()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _sizes(folder: Path) -> Iterator[int]:
