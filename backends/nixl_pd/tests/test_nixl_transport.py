@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -214,3 +215,12 @@ def test_another_version_of_the_library_is_refused(pair: tuple[Side, Other]) -> 
     side, other = pair
     with pytest.raises(TransportError, match=r"and 0\.9\.0 there: install the same on both"):
         side.transport.connect(other.reach(), changed(other.blob, version="0.9.0"))
+
+
+def test_nothing_leaves_the_machine_unencrypted(pair: tuple[Side, Other], monkeypatch: pytest.MonkeyPatch) -> None:
+    side, other = pair
+    monkeypatch.setattr(Doorstep, "check", lambda *_: None)
+    secure = other.reach()._replace(tls=ssl.create_default_context())
+    with pytest.raises(TransportError, match="unencrypted"):
+        side.transport.connect(secure, changed(other.blob, machine=bytes(16)))
+    side.transport.connect(secure, other.blob).close()

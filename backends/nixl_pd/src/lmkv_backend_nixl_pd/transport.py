@@ -92,6 +92,8 @@ class NixlTransport(Transport):
         """As the contract says. The way is in `blob`; `reach` only says the session."""
         there = Blob.unpack(blob)
         self.door.check(there)
+        if reach.tls is not None and there.machine != self.door.machine:
+            raise TransportError("peer.tls is on, and nixl would carry the bytes to another machine unencrypted")
         starter = self._current()
         try:
             starter.join(there.agent, there.metadata)
@@ -149,7 +151,8 @@ class NixlTransport(Transport):
                 continue
             for note in notes:
                 if len(note) == _NOTE.size and note.startswith(_NOTE_MARK):
-                    self._served(*_NOTE.unpack(note)[1:])
+                    _, session, nbytes = _NOTE.unpack(note)
+                    self._served(session, min(nbytes, self.pool.nbytes))
 
 
 class NixlChannel(Channel):

@@ -135,6 +135,12 @@ FAMILIES: Final = (
         "Bytes of frames that others pushed to this node or leased here to read them.",
         ("way",),
     ),
+    Family(
+        "lmkv_peer_moved_bytes_total",
+        "counter",
+        "Bytes that others read from this node's pool and wrote into it; over `nixl` as they say themselves.",
+        ("transport",),
+    ),
     Family("lmkv_peer_errors_total", "counter", "What went wrong with other nodes.", ("kind",)),
     Family(
         "lmkv_peer_expired_total", "counter", "What other nodes held here and did not give back in time.", ("what",)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from lmkv.config.peer import parse_address, show_address
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lmkv.config.peer import PeerConfig
+    from lmkv.observe.metrics import Metrics
     from lmkv.peer.handshake import Contexts
     from lmkv.plugins import PluginHost
     from lmkv.storage.manager import StorageManager
@@ -190,6 +193,12 @@ class PeerNode:
         self._view = None
 
 
+def _moved(metrics: Metrics, transport: str, session: int, nbytes: int) -> None:
+    """For the figures: what a transport says that peers have read and written here."""
+    del session
+    metrics.inc("lmkv_peer_moved_bytes_total", nbytes, transport=transport)
+
+
 def _transports(
     config: PeerConfig, manager: StorageManager, host: PluginHost, hall: Hall, context: TransportContext
 ) -> dict[str, Transport]:
@@ -199,7 +208,8 @@ def _transports(
     try:
         for name in names:
             try:
-                made[name] = host.load_transport(name)(manager.pool, hall.grants, context)
+                own = replace(context, served=partial(_moved, manager.metrics, name))
+                made[name] = host.load_transport(name)(manager.pool, hall.grants, own)
             except LmkvError as e:
                 if name in config.transports or name == "tcp":
                     raise ConfigError(f"peer.transports: {name!r} cannot be used here: {e}") from e
