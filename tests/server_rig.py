@@ -35,21 +35,21 @@ PORTS = (11_000, 21_000)
 _alive: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-def free_port(*, bus: bool = False) -> int:
+def free_port(host: str = HOST, *, bus: bool = False) -> int:
     """A port of the loopback that nobody listens on now; with `bus`, neither on the one 10 000 above it."""
     for _ in range(200):
         port = random.randrange(*PORTS)
-        if all(_free(each) for each in (port, port + 10_000)[: 2 if bus else 1]):
+        if all(_free(host, each) for each in (port, port + 10_000)[: 2 if bus else 1]):
             return port
     msg = f"no free port in {PORTS}"
     raise RuntimeError(msg)
 
 
-def _free(port: int) -> bool:
+def _free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

@@ -80,7 +80,7 @@ class P2PBackend(StorageBackendInterface):
     def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """See `StorageBackendInterface`: one question to the directory, or one to each peer at the same time."""
         until = self._until()
-        for namespace, digests in _by_namespace(keys):
+        for namespace, digests in _by_namespace(keys) if self._source.met else ():
             self._ask(namespace, digests, until)
         return [bool(self._holders(key)) for key in keys]
 
@@ -88,6 +88,8 @@ class P2PBackend(StorageBackendInterface):
         """See `StorageBackendInterface`. What cannot be had by the deadline is a miss, whatever the reason."""
         until = self._until()
         outcomes: list[Outcome] = [MISS] * len(keys)
+        if not self._source.met:  # at the start of a node, and where there is none
+            return outcomes
         self._find([key for key in keys if not self._holders(key)], len(keys), until)
         wanted = list(range(len(keys)))
         nbytes = [obj.nbytes for obj in into]

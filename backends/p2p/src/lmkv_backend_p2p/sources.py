@@ -50,6 +50,11 @@ class Source(ABC):
         self._links = peers
 
     @property
+    def met(self) -> bool:
+        """The links are there."""
+        return self._links is not None
+
+    @property
     def peers(self) -> Peers:
         """The links; BackendError without them."""
         if self._links is None:
@@ -103,11 +108,11 @@ class Listed(Source):
 
     def look(self, until: float) -> None:
         """See `Source`. Without links it is only tried whether anybody listens."""
-        if self._links is None:
+        if not self.met:
             self._knock(until)
-        else:
-            for address in self._ask(self._addresses, NOWHERE, [], until):
-                self._resting.recovered(address)
+            return
+        for address in self._ask(self._addresses, NOWHERE, [], until):
+            self._resting.recovered(address)
 
     def _ask(
         self, addresses: Iterable[str], namespace: bytes, digests: Sequence[bytes], until: float
