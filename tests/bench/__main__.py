@@ -38,6 +38,7 @@ BENCHES = {
     "controller": "controller:directory",
     "proxy": "proxy:proxy",
     "peer": "peer:peer",
+    "pd": "pd:hidden",
     "vllm-misses": "vllm:misses",
     "vllm-first-token": "vllm:first_token",
 }
