@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from peer_rig import KEY, SPACE, Peer, eventually, peer
 from storage_rig import chain
 
-from lmkv.errors import LmkvError, ProtocolError
+from lmkv.errors import ConfigError, LmkvError, ProtocolError
 from lmkv.peer import messages as m
 from lmkv.peer import wire
 from lmkv.peer.connection import Connection, open_connection
@@ -348,3 +348,14 @@ async def test_a43_random_requests_of_an_admitted_peer() -> None:
         await eventually(lambda: not b.hall.sessions)
         b.hall.incoming.close()
         await eventually(b.at_rest)
+
+
+def test_what_a_peer_says_is_shown_short_and_in_one_line() -> None:
+    error = wire.error_of(m.PeerRefused("k\n" * 5000, "a\nb\x1b[31m" + "x" * 100_000, "config", retryable=True), "b")
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("peer b: a?b?[31mxxx")
+    assert len(str(error)) < 1100
+    assert len(error.kind) < 1100
+    assert "\n" not in str(error) + error.kind
+    assert error.retryable
+    assert type(wire.error_of(m.PeerRefused("k", "m", "no such family"), "b")) is LmkvError

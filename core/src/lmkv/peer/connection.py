@@ -119,7 +119,7 @@ class Connection:
                 number, reply = wire.decode_reply(await receive(reader, m.MAX_MESSAGE))
                 self._unheard = None
                 if number == 0 and isinstance(reply, m.PeerRefused):
-                    why = f"the peer ended the connection: {reply.message}"
+                    why = f"the peer ended the connection: {wire.shown(reply.message)}"
                     return
                 future = self._pending.get(number)
                 if future is not None and not future.done():

@@ -19,6 +19,7 @@ from lmkv.peer.connection import Connection, open_connection
 from lmkv.peer.frames import Frame, batches
 from lmkv.peer.threads import to_the_end
 from lmkv.peer.transport import Channel, DeadlineError, Region, TransportError
+from lmkv.peer.wire import shown
 from lmkv.types import FAILED, MISS, NAMESPACE_BYTES, OK, REJECTED
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class PeerLink:
         holds = cast("m.Holds", reply)
         if len(holds.bitmap) != (len(digests) + 7) // 8:
             raise ProtocolError(f"peer {self.address}: a bitmap of {len(holds.bitmap)} bytes for {len(digests)} chunks")
-        return [bool(holds.bitmap[i >> 3] >> (i & 7) & 1) for i in range(len(digests))], holds.wait
+        return [bool(holds.bitmap[i >> 3] >> (i & 7) & 1) for i in range(len(digests))], max(0.0, holds.wait)
 
     # --- pull --------------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,9 @@ class PeerLink:
                 raise ProtocolError(text)  # noqa: TRY301  one clean-up
             for i, why in zip(wanted, committed.outcomes, strict=True):
                 frame = frames[i]
-                outcomes[i] = FAILED(TransportError(f"peer {self.node}: {why}")) if why else OK(frame.object.nbytes)
+                outcomes[i] = (
+                    FAILED(TransportError(f"peer {self.node}: {shown(why)}")) if why else OK(frame.object.nbytes)
+                )
             self._means.count("push", by, sum(frames[i].object.nbytes for i in going))
         except TransportError as e:
             self._count_error(e)

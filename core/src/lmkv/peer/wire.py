@@ -25,6 +25,8 @@ LENGTH: Final = struct.Struct("<I")
 CONTROL: Final = b"lmkvpeer"
 DATA: Final = b"lmkvdata"
 HANDSHAKE_SECONDS: Final = 5.0
+SHOWN: Final = 1000
+"""Characters of a peer's text in a message at most."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _openings: Final[Any] = msgspec.msgpack.Decoder(tuple[int, m.Opening])
@@ -93,9 +95,15 @@ def refusal(error: BaseException) -> m.PeerRefused:
 
 def error_of(refused: m.PeerRefused, who: str) -> LmkvError:
     """The error that peer `who` raised."""
-    error = _KINDS.get(refused.family, LmkvError)(f"peer {who}: {refused.message}", kind=refused.kind)
+    error = _KINDS.get(refused.family, LmkvError)(f"peer {who}: {shown(refused.message)}", kind=shown(refused.kind))
     error.retryable = refused.retryable
     return error
+
+
+def shown(text: str) -> str:
+    """What a peer says, as messages and logs may show it."""
+    cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return "".join(c if c.isprintable() else "?" for c in cut)
 
 
 def prepare(sock: socket.socket) -> None:
