@@ -25,6 +25,9 @@ from pd_rig import (
 )  # fmt: skip
 from vllm_rig import BLOCK, document
 
+from lmkv.errors import PluginError
+from lmkv.plugins import PluginHost
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -45,8 +48,10 @@ def transferable(prompt: list[int]) -> int:
 
 
 def needed(transport: str) -> None:
-    if transport == "nixl":
-        pytest.importorskip("nixl")
+    try:
+        PluginHost.discover().load_transport(transport)
+    except PluginError as error:
+        pytest.skip(str(error))
 
 
 def test_one_request_is_computed_here_and_decoded_there(place: Path) -> None:
