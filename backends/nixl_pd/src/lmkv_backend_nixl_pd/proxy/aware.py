@@ -118,7 +118,7 @@ class CacheAware:
         """Answer one completion request."""
         prompt = Prompt(exchange)
         outcome, engine = await self._choose(prompt)
-        self._metrics.choices.labels(outcome).inc()
+        self._metrics.choices.add(outcome)
         await forward(exchange, self.main, self._settings.silence, engine)
 
     async def _choose(self, prompt: Prompt) -> tuple[str, Engine | None]:

@@ -9,6 +9,21 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
+class Outcomes:
+    """A counter by outcome; a word that was counted before costs a tenth of what the library takes to find it."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._known: dict[str, Counter] = {}
+
+    def add(self, outcome: str) -> None:
+        """Count one."""
+        found = self._known.get(outcome)
+        if found is None:
+            found = self._known[outcome] = self._counter.labels(outcome)
+        found.inc()
+
+
 class Metrics:
     """All series of one proxy, in a registry of their own."""
 
@@ -36,10 +51,10 @@ class Metrics:
             "lmkv_proxy_engine_failures", "Requests that the engine did not answer.", ("role", "engine", "kind"),
             registry=registry,
         )  # fmt: skip
-        self.transfers = Counter(
+        self.transfers = Outcomes(Counter(
             "lmkv_proxy_transfers", "Completion requests by how their prompt was computed.", ("outcome",),
             registry=registry,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.admission_seconds = Histogram(
             "lmkv_proxy_admission_seconds", "Wait for room at a decode node.", buckets=_SECONDS, registry=registry
         )
@@ -47,10 +62,10 @@ class Metrics:
             "lmkv_proxy_prefill_seconds", "Prompts that were computed and transferred.", buckets=_SECONDS,
             registry=registry,
         )  # fmt: skip
-        self.choices = Counter(
+        self.choices = Outcomes(Counter(
             "lmkv_proxy_choices", "Completion requests by how their engine was chosen.", ("outcome",),
             registry=registry,
-        )  # fmt: skip
+        ))  # fmt: skip
         self.prompt_tokens = Counter("lmkv_proxy_prompt_tokens", "Tokens of prompts looked up.", registry=registry)
         self.hit_tokens = Counter(
             "lmkv_proxy_hit_tokens", "Those of them that lay at the engine that was chosen.", registry=registry

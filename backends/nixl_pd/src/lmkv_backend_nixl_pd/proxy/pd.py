@@ -85,7 +85,7 @@ class PrefillDecode:
             raise ApiError(400, f"{PARAMS} is between the proxy and the engines", code="not_allowed", param=PARAMS)
         word = alone(prompt, self._settings.min_prefill_tokens)
         route = Route(word) if word else await self._route(prompt)
-        self._metrics.transfers.labels(route.outcome).inc()
+        self._metrics.transfers.add(route.outcome)
         body = with_params(prompt.body, route.params) if route.params else None
         taken = False
         try:
