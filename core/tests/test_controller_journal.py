@@ -167,6 +167,6 @@ def test_a_disk_that_is_full_stops_a_job_until_it_is_not(tmp_path: Path, monkeyp
         assert controller.get(f"/v1/jobs/{job}", params={"wait": 0.5})["state"] == "running"
         full = False
         assert controller.get(f"/v1/jobs/{job}", params={"wait": SECONDS})["state"] == "done"
-    last = decode((tmp_path / "jobs").read_bytes().splitlines()[-1].split(b",", 1)[1][:-1])
-    assert isinstance(last, Ended)
-    assert last.state == "done"
+    found, _ = run(tmp_path / "jobs", nothing)
+    (events,) = found.values()
+    assert [type(event).__name__ for event in events] == ["Plan", "Started", "Started", "Worked", "Ended"]

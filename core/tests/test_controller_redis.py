@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ import pytest
 from controller_process import ControllerProcess
 from controller_rig import CHUNK, SECONDS, Controller, Nodes, digests, namespace, until
 from redis_rig import RedisServer
+
+from lmkv.controller.records import Ended, Plan, Started
+from lmkv.controller.redis_journal import RedisJournal
+from lmkv.errors import ClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +68,39 @@ def test_one_of_two_controllers_is_killed(redis: RedisServer, tmp_path: Path) ->
         assert second.get(f"/v1/jobs/{done['id']}") == done
         assert second.post("move", MOVE)["state"] == "done"
         assert not nodes.lost
+
+
+def test_a_job_has_one_owner(redis: RedisServer) -> None:
+    plan = Plan("pin", "ops", 1.0, (), key="k")
+
+    async def body() -> None:
+        first, second = RedisJournal(redis.url), RedisJournal(redis.url)
+        for _ in range(2):  # every script may run twice
+            assert await first.begin("j1", plan) is None
+            await first.add("j1", Started(1, 2.0))
+        assert await second.begin("j2", plan) == "j1"
+        assert await second.find("k") == "j1"
+        assert await second.adopt(()) == {}
+        with pytest.raises(ClosedError, match="another controller"):
+            await second.add("j1", Started(2, 3.0))
+        redis.cli("DEL", "lmkv:fleet:jobs:owner:j1")  # its lease ends
+        assert await second.adopt(()) == {"j1": [plan, Started(1, 2.0)]}
+        await second.add("j1", Started(2, 3.0))
+        with pytest.raises(ClosedError, match="another controller"):
+            await first.add("j1", Ended("done", 4.0))
+        await first.ask_cancel("j1")
+        assert await first.keep(("j1",)) == {"j1"}, "whoever runs it looks there"
+        assert await second.keep(("j1",)) == {"j1"}
+        for _ in range(2):
+            await second.add("j1", Ended("cancelled", 5.0))
+        assert await second.keep(("j1",)) == set()
+        assert await first.adopt(()) == {}
+        assert await first.recent(5) == ["j1"]
+        assert await first.read("j1") == [plan, Started(1, 2.0), Started(2, 3.0), Ended("cancelled", 5.0)]
+        await first.close()
+        await second.close()
+
+    asyncio.run(body())
 
 
 @pytest.mark.slow
