@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from lmkv_vllm.demo import models
+from lmkv_vllm.demo import models, prefill_decode
 from lmkv_vllm.demo.documents import SUBJECTS, document
 from lmkv_vllm.demo.report import PASSES, Report, Row
 from lmkv_vllm.demo.server import Answer, Server, ServerError
@@ -92,4 +92,37 @@ def test_the_demo_shows_what_it_should(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All answers identical" in done.stdout
+    assert list(tmp_path.glob("lmkv-demo-*")) == []
+
+
+def pd_run(texts: dict[str, str], cached: int) -> prefill_decode.Run:
+    run = prefill_decode.Run.__new__(prefill_decode.Run)
+    run.rows = [prefill_decode.Row("Lighthouse log", "Who?")]
+    run.rows[0].answers = {name: Answer(text, 0.1, 2000, cached) for name, text in texts.items()}
+    run.transports, run.outcomes = {"tcp": 1.0}, {"carried": 2.0}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("texts", "cached", "status"),
+    [
+        (dict.fromkeys(prefill_decode.PASSES, "Marta"), 1984, 0),
+        ({"plain": "Marta", "pd": "Ilse", "again": "Marta"}, 1984, 1),
+        ({"plain": "Marta"}, 1984, 1),
+        (dict.fromkeys(prefill_decode.PASSES, "Marta"), 0, 1),
+    ],
+    ids=["good", "another answer", "ended early", "computed where it was decoded"],
+)
+def test_a_run_over_two_servers(texts: dict[str, str], cached: int, status: int) -> None:
+    assert prefill_decode.report(pd_run(texts, cached), Console(quiet=True)) == status
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_demo_of_two_servers_shows_what_it_should(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmkv_vllm.demo.prefill_decode", "--model", "tiny", "--transport", "tcp"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transport: tcp" in done.stdout
     assert list(tmp_path.glob("lmkv-demo-*")) == []
