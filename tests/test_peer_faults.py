@@ -378,7 +378,7 @@ async def test_a38_leases_and_liveness() -> None:
             try:
                 remote, local = [Region(leased.offsets[0], FRAME)], [Region(obj.offset, FRAME)]
                 until = time.monotonic() + 10
-                await link._move(connection, remote, lambda channel: channel.read(remote, local, until))
+                await link._channels.move(connection, lambda channel: channel.read(remote, local, until), until)
             finally:
                 obj.release("test")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from peer_rig import SPACE, Clock, Peer, eventually, peer
@@ -236,7 +236,7 @@ async def test_a_peer_that_has_gone_is_not_its_transports_fault(caplog: pytest.L
         go.set()
         with pytest.raises(LmkvError):
             raise (await pulling)[0][0].error  # type: ignore[misc]
-        assert a.link(b)._barred == set()
+        assert a.link(b)._channels.barred == set()
         assert "going on with another" not in caplog.text
         assert a.at_rest()
 
@@ -273,3 +273,30 @@ async def test_a_copy_that_a_thread_has_begun_keeps_its_memory() -> None:
         touched = False
         b.hall.tidy()
         assert b.at_rest()
+
+
+async def test_a_channel_that_opens_slowly_costs_nobody_more_than_his_time() -> None:
+    keys, go = chain(range(4)), threading.Event()
+    async with peer("a") as a, peer("b") as b:
+        b.store(keys)
+        transport = a.hall.transports["tcp"]
+        connect = transport.connect
+        opened: list[int] = []
+
+        def slow(*args: Any) -> Any:
+            opened.append(1)
+            assert go.wait(20)
+            return connect(*args)
+
+        transport.connect = slow  # type: ignore[method-assign]
+        begun = time.monotonic()
+        outcomes, _ = await a.pull(b, b.keys(keys), seconds=0.3)
+        assert [o.kind for o in outcomes] == [OutcomeKind.FAILED]
+        assert time.monotonic() - begun < 5
+        waiting = asyncio.ensure_future(a.pull(b, b.keys(keys), seconds=20))
+        await asyncio.sleep(0.05)
+        go.set()
+        assert all(o.ok for o in (await waiting)[0])
+        assert opened == [1]
+        await eventually(b.at_rest)
+        assert a.at_rest()

@@ -7,7 +7,6 @@ the best transport that both sides have, in threads; one that fails is not used 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from copy import copy
@@ -15,15 +14,15 @@ from typing import TYPE_CHECKING, Final, cast
 
 from lmkv.errors import ClosedError, LmkvError, ProtocolError
 from lmkv.peer import messages as m
+from lmkv.peer.channels import Channels
 from lmkv.peer.connection import Connection, open_connection
 from lmkv.peer.frames import Frame, batches
-from lmkv.peer.threads import to_the_end
-from lmkv.peer.transport import Channel, DeadlineError, Region, TransportError
+from lmkv.peer.transport import Region, TransportError
 from lmkv.peer.wire import shown
-from lmkv.types import FAILED, MISS, NAMESPACE_BYTES, OK, REJECTED
+from lmkv.types import FAILED, MISS, OK, REJECTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from lmkv.memory import MemoryObject
     from lmkv.peer.peers import Means
@@ -35,8 +34,6 @@ log = logging.getLogger("lmkv.peer")
 BACKOFF: Final = 0.2
 """Seconds after a failed connection in which none is tried; doubled with each failure."""
 BACKOFF_MAX: Final = 5.0
-PROBE_SECONDS: Final = 1.0
-"""For a sign of life of a peer whose transport has failed."""
 AT_ONCE: Final = 2
 """Batches of one push that are under way at a time."""
 
@@ -69,9 +66,7 @@ class PeerLink:
         self._failures = 0
         self._not_before = 0.0
         self._last: LmkvError | None = None
-        self._channels: dict[str, Channel] = {}
-        self._barred: set[str] = set()
-        self._opening = asyncio.Lock()
+        self._channels = Channels(address, means)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -152,8 +147,10 @@ class PeerLink:
             outcomes[i] = OK(nbytes)
             remote.append(Region(offset, nbytes))
             local.append(Region(obj.offset, nbytes))
+        if not remote:
+            return outcomes
         try:
-            by = await self._move(connection, remote, lambda channel: channel.read(remote, local, until))
+            by = await self._channels.move(connection, lambda channel: channel.read(remote, local, until), until)
         except TransportError as e:
             self._count_error(e)
             return [FAILED(e) if outcome.ok else outcome for outcome in outcomes]
@@ -199,14 +196,18 @@ class PeerLink:
                 for f, offset in zip(frames, reserved.offsets, strict=True)
             ]
             wanted = [i for i, offset in enumerate(reserved.offsets) if offset >= 0]
-            if not wanted:
-                return outcomes
             failed = [n for n, i in enumerate(wanted) if reserved.lengths[i] != frames[i].object.nbytes]
             going = [i for i in wanted if reserved.lengths[i] == frames[i].object.nbytes]
+            if not going:
+                self._give_up(connection, reserved, done=True)
+                return [
+                    FAILED(ProtocolError("another length is expected")) if i in wanted else outcome
+                    for i, outcome in enumerate(outcomes)
+                ]
             local = [Region(frames[i].object.offset, frames[i].object.nbytes) for i in going]
             remote = [Region(reserved.offsets[i], reserved.lengths[i]) for i in going]
             done = False
-            by = await self._move(connection, remote, lambda channel: channel.write(local, remote, until))
+            by = await self._channels.move(connection, lambda channel: channel.write(local, remote, until), until)
             done = True
             asked = m.Commit(reserved.reservation, tuple(failed))
             committed = await self._expect(asked, m.Committed, until, connection)
@@ -233,80 +234,6 @@ class PeerLink:
     def _give_up(connection: Connection, reserved: m.Reserved, *, done: bool) -> None:
         if reserved.reservation:
             connection.tell(m.Abort(reserved.reservation, done))
-
-    # --- bytes -------------------------------------------------------------------------------------------------------
-
-    async def _move(self, connection: Connection, regions: Sequence[Region], work: Callable[[Channel], None]) -> str:
-        """Run `work` with the best channel there is; with the next one if its transport fails. Which it was."""
-        if not regions:
-            return ""
-        while True:
-            name, channel = await self._channel(connection)
-            try:
-                await to_the_end(self._means.movers, lambda channel=channel: work(channel))  # type: ignore[misc]
-            except DeadlineError:
-                raise
-            except TransportError as e:
-                await self._drop_channel(name)
-                if not await self._bar(connection, name, e):
-                    raise
-            except Exception as e:  # a plugin's fault is a fault of the transport
-                await self._drop_channel(name)
-                error = TransportError(f"transport {name}: {type(e).__name__}: {e}")
-                if not await self._bar(connection, name, error):
-                    raise error from e
-            else:
-                return name
-
-    async def _channel(self, connection: Connection) -> tuple[str, Channel]:
-        """The channel of the best transport that both sides have, opened if need be."""
-        async with self._opening:
-            if connection is not self._connection or not connection.alive:
-                raise TransportError(f"the connection to peer {self.address} has ended")
-            ranked = [n for n in self._means.ranked if n in connection.welcome.transports and n not in self._barred]
-            for name in ranked:
-                if name in self._channels:
-                    return name, self._channels[name]
-                transport, blob = self._means.transports[name], connection.welcome.transports[name]
-                try:
-                    channel = await to_the_end(
-                        self._means.movers,
-                        lambda transport=transport, blob=blob: transport.connect(connection.reach, blob),  # type: ignore[misc]
-                    )
-                except TransportError as e:
-                    if not await self._bar(connection, name, e):
-                        raise
-                    continue
-                self._channels[name] = channel
-                return name, channel
-        raise TransportError(f"peer {self.address} has no transport in common with this node")
-
-    async def _bar(self, connection: Connection, name: str, error: TransportError) -> bool:
-        """Use transport `name` no more with this life of the peer; whether there is another one.
-
-        When it is the peer itself that has gone, it is not the transport's fault.
-        """
-        if name == self._means.ranked[-1] or not await self._answers(connection):
-            return False
-        if name not in self._barred:
-            self._barred.add(name)
-            log.warning("peer %s: transport %s failed, going on with another: %s", self.node, name, error)
-            self._count_error(error)
-        return True
-
-    @staticmethod
-    async def _answers(connection: Connection) -> bool:
-        try:
-            await connection.ask(m.Has(bytes(NAMESPACE_BYTES), b""), time.monotonic() + PROBE_SECONDS)
-        except LmkvError:
-            return False
-        return True
-
-    async def _drop_channel(self, name: str) -> None:
-        channel = self._channels.pop(name, None)
-        if channel is not None:
-            with contextlib.suppress(Exception):
-                await to_the_end(self._means.movers, channel.close)
 
     # --- connection --------------------------------------------------------------------------------------------------
 
@@ -367,17 +294,17 @@ class PeerLink:
         restarted = self.incarnation not in {0, connection.incarnation}
         if restarted:
             log.info("peer %s has restarted", connection.node)
-            self._barred.clear()
+            self._channels.barred.clear()
         self.node, self.incarnation = connection.node, connection.incarnation
         if restarted:
             self._means.restarted(self.address, connection.incarnation)
 
     async def _forget_connection(self) -> None:
         connection, self._connection = self._connection, None
-        for name in list(self._channels):
-            await self._drop_channel(name)
         if connection is not None:
             connection.close("the link is closed")
+        await self._channels.forget()
+        if connection is not None:
             await connection.closed()
 
     def _count_error(self, error: LmkvError) -> None:
