@@ -9,12 +9,15 @@ import pytest
 from fake_vllm import CHUNK, Request, truth
 
 from lmkv.peer import messages as m
+from lmkv.service import LocalClient
+from lmkv.service.protocol import Clear
 from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.settings import Settings
 from lmkv_vllm.transfers import read_params, transfer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import Rig
     from fake_vllm import FakeVLLM
@@ -363,3 +366,41 @@ def test_params_of_others_are_left_alone() -> None:
     request = Request("r", tokens(4), kv_transfer_params={"do_remote_prefill": True})
     engine: Any = None
     assert transfer_of(request, engine, 1.0) is None
+
+
+def test_what_only_the_prefill_engine_itself_has(rig: Rig) -> None:
+    """Its own prefix cache has the prompt, its node no longer: it is saved again, and goes."""
+    pair = Pair(rig, caching=True)
+    pair.prefill.ask(tokens(16), max_tokens=1)
+    client = LocalClient(pair.hosts[0], "test")
+    client.call(Clear()).result(10)
+    client.close()
+    before = pair.prefill.computed
+    first = pair.first(tokens(23))
+    run(pair.prefill, first)
+    assert pair.prefill.computed - before <= 23 - 14
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert (then.external, then.output) == (22, truth(tokens(23), 3))
+
+
+def test_what_lies_on_the_prefill_nodes_disk_only(rig: Rig, tmp_path: Path) -> None:
+    tiers = [
+        {"name": "ram", "backend": "cpu", "capacity": "4MiB"},
+        {"name": "disk", "backend": "disk", "capacity": "8MiB", "options": {"path": str(tmp_path)}},
+    ]
+    left = rig.host(peer=PEER | {"node": "left"}, tiers=tiers, offer={"mode": "always"})
+    pair = Pair(rig)
+    pair.hosts[0] = left
+    pair.prefill = rig.engine(left, settings=PATIENT)
+    pair.prefill.ask(tokens(16), max_tokens=1)
+    rig.quiet(left)
+    client = LocalClient(left, "test")
+    client.call(Clear(None, "ram")).result(10)
+    client.close()
+    first = pair.first(tokens(23))
+    run(pair.prefill, first)
+    assert first.external == 16
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert (then.external, then.output) == (22, truth(tokens(23), 3))
