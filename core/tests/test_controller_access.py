@@ -218,9 +218,20 @@ def test_a_wrong_body_is_told_without_quoting_it() -> None:
             assert answer.status_code == 422, body
             assert "5318008" not in answer.text
             assert answer.json()["error"]["kind"] == "body"
-        answer = controller.client.post("/v1/lookup", content=b'{"my secret prompt')
-        assert answer.status_code == 422
-        assert "secret" not in answer.text
+        hostile = (
+            b'{"my secret prompt',
+            b"[" * 100_000,
+            b'{"model":"m","tokens":[' + b"9" * 100_000 + b"]}",
+            b"\x80\x04secret.",
+        )
+        for content in hostile:
+            answer = controller.client.post("/v1/lookup", content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 422
+            assert "secret" not in answer.text
+        as_text = controller.client.post("/v1/clear", content=b'{"node": "*"}', headers={"content-type": "text/plain"})
+        assert as_text.status_code == 422, "as a page of a browser may send it without asking"
+        page = controller.client.post("/v1/clear", json={"node": "*"}, headers={"origin": "https://example.org"})
+        assert (page.status_code, page.json()["error"]["kind"]) == (403, "origin")
         assert controller.get("/v1/nothing", status=404)["error"]["kind"] == "unknown-path"
         assert controller.client.get("/v1/pin").status_code == 405
         misspelt = controller.get("/v1/jobs", params={"limits": 3}, status=422)["error"]

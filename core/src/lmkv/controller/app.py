@@ -40,6 +40,7 @@ def build(settings: Settings) -> tuple[ASGIApp, Parts]:
         openapi_url=None,  # served as one of our own routes, without pages that load scripts from elsewhere
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     api.state.parts = parts
     api.include_router(public)

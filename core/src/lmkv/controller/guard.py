@@ -105,6 +105,9 @@ class Guard:
     def _admit(self, headers: Iterable[tuple[bytes, bytes]], right: str) -> Principal:
         """Who asks. Raises `Problem` if it has not the right; an empty one everybody has."""
         if self._tokens is None:
+            if any(name == b"origin" for name, _ in headers):
+                text = "without tokens no page of a browser is answered: it may be anybody's"
+                raise Problem(HTTPStatus.FORBIDDEN, "origin", text)
             return ANYBODY
         given = [value for name, value in headers if name == b"authorization"]
         principal = self._tokens.find(_token(given[0])) if len(given) == 1 else None
