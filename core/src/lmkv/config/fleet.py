@@ -87,7 +87,7 @@ class ControllerConfig(Model):
         " answer. Default: no controller.",
     )
     token: Secret = Field(
-        default=SecretStr(""), description="Bearer token of the role `operate`; required off loopback."
+        default=SecretStr(""), description="Bearer token of the role `node`; required off loopback."
     )
     ca: str | None = Field(
         default=None, description="File of the CA certificates that `wss` is checked with, PEM. Default: the system's."
