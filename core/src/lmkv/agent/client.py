@@ -319,5 +319,5 @@ def _why(error: Exception) -> str:
         return f"no answer within {OPEN_SECONDS:g} s"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in _UNAUTHORIZED:
-        return f"HTTP {status}: check controller.token, which needs the role operate"
+        return f"HTTP {status}: check controller.token, which needs the role node"
     return str(error) or type(error).__name__
