@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvicorn
+from controller_rig import Controller, Node, Nodes, digests, namespace
 from front_rig import LONG, Served, tokens, until
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
@@ -21,6 +22,7 @@ from lmkv_backend_nixl_pd.proxy.aware import cheapest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from front_rig import FakeEngine, RunningProxy, Site
     from starlette.requests import Request
@@ -96,6 +98,26 @@ def test_longest_prefix_gets_the_request(site: Site, controller: FakeController)
     assert proxy.count("lmkv_proxy_hit_tokens_total") == 5 * 256
     assert 5 * count <= proxy.count("lmkv_proxy_prompt_tokens_total") < 6 * count
     assert all(engine.asked["/v1/models"] <= 1 for engine in engines)
+
+
+def test_a_real_controller_is_understood(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("proxy read tk-read-0123456789\nnode node tk-node-0123456789\n")
+    space, ids = namespace("/models/tiny"), list(range(100))
+    with Controller(tokens=tmp_path / "tokens") as real, Nodes() as nodes:
+        engines = [site.engine(f"engine-{number}") for number in range(2)]
+        proxy = site.proxy(
+            engine=tuple((engine.url, f"n{number}") for number, engine in enumerate(engines)),
+            controller=real.url,
+            controller_token="tk-read-0123456789",
+        )
+        assert proxy.post(prompt=ids).status_code == 200
+        assert outcomes(proxy) == {"not-cached": 1}, "no node has such a model yet"
+        node = Node(nodes, "n1", real.url, [space], token="tk-node-0123456789")
+        until(lambda: node.connected)
+        node.store(digests(ids, space), space)
+        until(lambda: proxy.post(prompt=ids).status_code == 200 and outcomes(proxy).get("cached"))
+        assert {proxy.post(prompt=ids).json()["system_fingerprint"] for _ in range(3)} == {"engine-1"}
+        assert set(outcomes(proxy)) == {"cached", "not-cached"}
 
 
 def test_queue_weighs_against_hits(site: Site, controller: FakeController) -> None:
