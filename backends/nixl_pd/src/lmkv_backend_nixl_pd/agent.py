@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PACKAGES: Final = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 """Builds of the library. For host memory all are the same."""
+WORKERS: Final = 2
+"""Of the agent that begins transfers."""
 PROGRESS_MICROS: Final = 100_000
 """Longest sleep of the progress thread."""
 UCX_SETTINGS: Final = {
@@ -70,8 +73,8 @@ class Agent:
     began touches memory, whatever became of it. Nothing else of the library gives that promise.
     """
 
-    def __init__(self, library: Any, name: str, memory: Sequence[tuple[int, int]]) -> None:
-        """Starts it and registers `memory` (address, bytes).
+    def __init__(self, library: Any, name: str, memory: Sequence[tuple[int, int]], workers: int = 1) -> None:
+        """Starts it and registers `memory` (address, bytes). `workers`: threads that may begin transfers at a time.
 
         Raises:
             TransportError: the library refuses; there is no usable network device.
@@ -91,7 +94,7 @@ class Agent:
         config.syncMode = library.NIXL_THREAD_SYNC_RW
         with self._meaning("starting NIXL"):
             self._agent = library.nixlAgent(name, config)
-            self._backend = [self._agent.createBackend("UCX", {})]
+            self._backend = [self._agent.createBackend("UCX", {"num_workers": str(workers)})]
             table = [(address, nbytes, 0, "") for address, nbytes in memory]
             self._agent.registerMem(library.nixlRegDList(library.DRAM_SEG, table), self._backend)
 
@@ -199,8 +202,11 @@ class Agent:
 class Starter:
     """The agent that begins transfers, and the peers that it knows.
 
+    Where the kernel copies, it does so while a transfer is begun, and the library lets other threads of the same worker
+    spin until then. So a few threads begin all transfers, as many as there are workers, and the others sleep.
+
     Attributes:
-        turn: held while a transfer is begun.
+        crew: those threads.
         aside: it gets no more channels.
     """
 
@@ -211,9 +217,9 @@ class Starter:
         self._lock = threading.Lock()
         self._members: dict[str, int] = {}
         self._base = address_of(self._page)
-        self.turn = threading.Lock()
+        self.crew = ThreadPoolExecutor(WORKERS, thread_name_prefix="lmkv-nixl")
         self.aside = False
-        self.agent = Agent(library, name, [pool, (self._base, DOOR_BYTES)])
+        self.agent = Agent(library, name, [pool, (self._base, DOOR_BYTES)], WORKERS)
 
     def join(self, name: str, description: bytes) -> None:
         """One channel more to the peer of that name and metadata; `TransportError` when they are not good."""
@@ -240,7 +246,12 @@ class Starter:
 
     def _end_if_idle(self) -> None:
         if self.aside and not self._members:
-            self.agent.destroy()
+            self.end()
+
+    def end(self) -> None:
+        """When this returns, nothing that it has begun touches memory any more. Idempotent."""
+        self.agent.destroy()
+        self.crew.shutdown(wait=False)
 
     def slot(self) -> tuple[int, memoryview]:
         """Address and view of a place for what stands at a doorstep; others get others for a while."""

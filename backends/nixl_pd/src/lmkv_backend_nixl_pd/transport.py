@@ -19,6 +19,7 @@ import secrets
 import struct
 import threading
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Final
 
 from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
@@ -112,7 +113,7 @@ class NixlTransport(Transport):
         """A transfer of that one has to end now: when this returns it touches no memory any more."""
         if not starter.agent.retired:
             log.warning("nixl: %s, and a transfer that goes on: all transfers of this node begin anew", why)
-        starter.agent.destroy()
+        starter.end()
 
     def close(self) -> None:
         """As the contract says."""
@@ -120,7 +121,7 @@ class NixlTransport(Transport):
         with self._lock:
             starters, self._starters = self._starters, []
         for starter in starters:
-            starter.agent.destroy()
+            starter.end()
         self._reader.join()
         self._agent.destroy()
         self._mapping = memoryview(b"")
@@ -225,15 +226,23 @@ class NixlChannel(Channel):
         until: float,
         note: bytes = b"",
     ) -> tuple[int, bool]:
-        # Where the kernel copies, it does so in here. The library lets others spin until then: here they sleep.
-        if not self._starter.turn.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise DeadlineError("other transfers took too long: not done in time")
         try:
-            if self._closed:
-                raise TransportError("the channel is closed")
-            return self._starter.agent.begin(operation, here, there, self._there.agent, note)
-        finally:
-            self._starter.turn.release()
+            begun = self._starter.crew.submit(self._post, operation, here, there, note)
+        except RuntimeError as e:  # shut down
+            raise TransportError("NIXL has been stopped here") from e
+        try:
+            return begun.result(max(0.0, until - time.monotonic()))
+        except FutureTimeoutError:
+            if begun.cancel():
+                raise DeadlineError("other transfers took too long: not done in time") from None
+            return begun.result()  # the kernel copies: that has an end
+
+    def _post(
+        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]], note: bytes
+    ) -> tuple[int, bool]:
+        if self._closed:
+            raise TransportError("the channel is closed")
+        return self._starter.agent.begin(operation, here, there, self._there.agent, note)
 
     def _wait(self, handle: int, until: float, *, done: bool) -> None:
         """Until it is done: at first without sleep, then with longer and longer ones."""
