@@ -24,7 +24,7 @@ class ControllerProcess(Server):
         self.client = httpx.Client(base_url=self.url, timeout=SECONDS, verify=False)
 
     def command(self) -> Sequence[str | Path]:
-        listen = ("--listen", f"{HOST}:{self.port}", "--node-timeout", "4s")
+        listen = ("--listen", f"{HOST}:{self.port}", "--node-timeout", "15s")
         return [sys.executable, "-m", "lmkv", "controller", *listen, *self.options]
 
     def answers(self) -> bool:

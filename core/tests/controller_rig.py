@@ -57,7 +57,7 @@ class Controller:
     """A controller in a thread of this process, on a free port of the loopback."""
 
     def __init__(self, *, verify: ssl.SSLContext | bool = False, **settings: Any) -> None:
-        self.server = ControllerServer(Settings(**{"port": 0, "node_timeout": 3.0, **settings}))
+        self.server = ControllerServer(Settings(**{"port": 0, "node_timeout": 15.0, **settings}))
         self.url = self.server.url
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="controller")

@@ -11,7 +11,7 @@ import pytest
 from controller_rig import CHUNK, SECONDS, Controller, Nodes, digests, namespace, until
 
 from lmkv.agent.messages import PinChunks
-from lmkv.controller import file_journal, journal
+from lmkv.controller import file_journal, jobs, journal
 from lmkv.controller.file_journal import FileJournal
 from lmkv.controller.records import Ended, Errand, Failure, Plan, Started, Transfer, Worked, decode, encode
 from lmkv.errors import ConfigError, ProtocolError
@@ -119,22 +119,22 @@ def test_one_controller_has_it(tmp_path: Path) -> None:
 
 
 def test_old_jobs_are_forgotten_and_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_journal, "REWRITE_BYTES", 20_000)
+    monkeypatch.setattr(file_journal, "REWRITE_BYTES", 8_000)
     path = tmp_path / "jobs"
 
     async def write(kept: FileJournal) -> None:
-        kept._rewrite_at = 20_000
-        for number in range(200):
+        kept._rewrite_at = 8_000
+        for number in range(80):
             await kept.begin(f"j{number}", plan())
             await kept.add(f"j{number}", Ended("done", float(number)))
             await kept.forget(f"j{number - 5}")
 
     run(path, write)
-    assert path.stat().st_size < 20_000
+    assert path.stat().st_size < 16_000
     monkeypatch.setattr(file_journal, "KEPT_JOBS", 3)
-    assert sorted(run(path, nothing)[0]) == ["j197", "j198", "j199"]
+    assert sorted(run(path, nothing)[0]) == ["j77", "j78", "j79"]
     monkeypatch.setattr(file_journal, "KEPT_CHUNKS", 2 * plan().total)
-    assert sorted(run(path, nothing)[0]) == ["j198", "j199"]
+    assert sorted(run(path, nothing)[0]) == ["j78", "j79"]
     assert journal.KEPT_JOBS == 1000
 
 
@@ -142,6 +142,7 @@ def test_a_disk_that_is_full_stops_a_job_until_it_is_not(tmp_path: Path, monkeyp
     space = namespace()
     prompt = list(range(1, 4 * CHUNK + 1))
     full, fsync = True, os.fsync
+    monkeypatch.setattr(jobs, "KEEP_SECONDS", 0.1)
 
     def maybe(fd: int) -> None:
         if full:
@@ -164,7 +165,7 @@ def test_a_disk_that_is_full_stops_a_job_until_it_is_not(tmp_path: Path, monkeyp
 
         job = controller.post("pin", body, params={"wait": 0}, status=202, headers={"Idempotency-Key": "k"})["id"]
         until(lambda: full, "it is begun, and then the disk is full")
-        assert controller.get(f"/v1/jobs/{job}", params={"wait": 0.5})["state"] == "running"
+        assert controller.get(f"/v1/jobs/{job}", params={"wait": 0.3})["state"] == "running"
         full = False
         assert controller.get(f"/v1/jobs/{job}", params={"wait": SECONDS})["state"] == "done"
     found, _ = run(tmp_path / "jobs", nothing)

@@ -42,7 +42,7 @@ def _empty(redis: RedisServer) -> None:
 def test_one_of_two_controllers_is_killed(redis: RedisServer, tmp_path: Path) -> None:
     with (
         ControllerProcess(tmp_path, "--directory", redis.url) as first,
-        Controller(directory=redis.url, node_timeout=4.0) as second,
+        Controller(directory=redis.url, node_timeout=15.0) as second,
         Nodes() as nodes,
     ):
         a, b = (nodes.start(name, first, SPACE) for name in "ab")  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_a_job_has_one_owner(redis: RedisServer) -> None:
 def test_the_other_one_goes_on_with_the_jobs_of_a_killed_one(redis: RedisServer, tmp_path: Path) -> None:
     with (
         ControllerProcess(tmp_path, "--directory", redis.url) as first,
-        Controller(directory=redis.url, node_timeout=4.0) as second,
+        Controller(directory=redis.url, node_timeout=15.0) as second,
         Nodes() as nodes,
     ):
         a, b = (nodes.start(name, first, SPACE) for name in "ab")  # type: ignore[arg-type]
