@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ from pd_rig import (
     prompts,
     until,
 )  # fmt: skip
-from vllm_rig import BLOCK, document
+from server_rig import free_port
+from vllm_rig import BLOCK, Vllm, document, questions, stack
 
 from lmkv.errors import PluginError
 from lmkv.plugins import PluginHost
@@ -52,6 +54,34 @@ def needed(transport: str) -> None:
         PluginHost.discover().load_transport(transport)
     except PluginError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_two_engines_without_the_proxy(place: Path) -> None:
+    """Requests go from one vLLM to the other as the proxy would send them; each says what one alone says."""
+    ports = [free_port() for _ in range(2)]
+    stacks = [
+        stack(peer={"listen": f"127.0.0.1:{port}", "node": name, "transports": ["tcp"]})
+        for name, port in zip(("left", "right"), ports, strict=True)
+    ]
+    with ExitStack() as engines, ThreadPoolExecutor(2) as crew:
+        made = crew.map(lambda one: engines.enter_context(Vllm(place, one, max_num_batched_tokens=128)), stacks)
+        left, right = list(made)
+        wanted = questions(1)
+        to = f"127.0.0.1:{ports[1]}"
+        computed = left.ask(wanted, 1, transfers={name: {"lmkv": {"transfer": name, "to": to}} for name in wanted})
+        assert computed.transfers == {
+            name: {"lmkv": {"transfer": name, "node": "left", "tokens": transferable([*prompt, 0])}}
+            for name, prompt in wanted.items()
+        }
+        moved = right.ask(wanted, transfers=computed.transfers)
+        assert moved.cached == {name: transferable(prompt) for name, prompt in wanted.items()}
+        assert moved.answers == left.ask(wanted).answers
+        assert {name: answer[:1] for name, answer in moved.answers.items()} == computed.answers
+        odd = {name: {"lmkv": {"transfer": 7, "to": ["x"]}} for name in wanted}
+        assert right.ask(wanted, transfers=odd).answers == moved.answers
+        held = right.health()["holds"]
+        assert not any(count for name, count in held.items() if name not in {"sessions", "pins"})
 
 
 def test_one_request_is_computed_here_and_decoded_there(place: Path) -> None:

@@ -23,17 +23,23 @@ class Child:
         self.engine = Engine(stack, **more)
         self._numbers = 0
 
-    def ask(self, prompts: dict[str, list[int]], max_tokens: int = 24) -> dict[str, Any]:
-        """All at once; name → answer, tokens not computed, seconds. Also the longest step of the engine."""
+    def ask(
+        self, prompts: dict[str, list[int]], max_tokens: int = 24, transfers: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All at once; name → answer, tokens not computed, seconds. Also the longest step of the engine.
+
+        `transfers`: `kv_transfer_params` of those that have some.
+        """
         from vllm import SamplingParams
 
         core = self.engine.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         names: dict[str, str] = {}
         begin = time.monotonic()
         for name, prompt in prompts.items():
             self._numbers += 1
             names[str(self._numbers)] = name
+            extra = {"kv_transfer_params": transfers[name]} if transfers and name in transfers else None
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
             core.add_request(str(self._numbers), {"prompt_token_ids": prompt}, params)
         out: dict[str, Any] = {}
         longest = 0.0
@@ -49,6 +55,7 @@ class Child:
                     out[names[output.request_id.split("-")[0]]] = {
                         "answer": list(output.outputs[0].token_ids),
                         "cached": output.num_cached_tokens,
+                        "transfer": output.kv_transfer_params,
                         "seconds": time.monotonic() - begin,
                     }
         return {"answers": out, "longest_step": longest, "seconds": time.monotonic() - begin}

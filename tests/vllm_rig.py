@@ -119,9 +119,9 @@ class Vllm:
         """What the engine's processes have written."""
         return self._log.read_text(errors="replace")
 
-    def ask(self, prompts: dict[str, list[int]], max_tokens: int = 24) -> Asked:
-        """All prompts at once, and wait."""
-        return Asked(self._tell(do="ask", prompts=prompts, max_tokens=max_tokens))
+    def ask(self, prompts: dict[str, list[int]], max_tokens: int = 24, **more: Any) -> Asked:
+        """All prompts at once, and wait. `transfers`: `kv_transfer_params` of those that have some."""
+        return Asked(self._tell(do="ask", prompts=prompts, max_tokens=max_tokens, **more))
 
     def begin(self, prompts: dict[str, list[int]], max_tokens: int = 24) -> Future[Asked]:
         """All prompts at once; nothing else may be told before they are done."""
@@ -166,6 +166,7 @@ class Asked:
     def __init__(self, reply: dict[str, Any]) -> None:
         self.answers: dict[str, list[int]] = {name: one["answer"] for name, one in reply["answers"].items()}
         self.cached: dict[str, int] = {name: one["cached"] for name, one in reply["answers"].items()}
+        self.transfers: dict[str, Any] = {name: one["transfer"] for name, one in reply["answers"].items()}
         self.longest_step: float = reply["longest_step"]
         self.seconds: float = reply["seconds"]
 
