@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import CancelledError, wait
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.backend import StorageBackendInterface
 from lmkv.errors import BackendError, LmkvError
-from lmkv.types import FAILED, MISS, REJECTED, Capabilities, Health, HealthState, OutcomeKind
+from lmkv.peer.transport import TransportError
+from lmkv.types import MISS, REJECTED, Capabilities, Health, HealthState
 from lmkv_backend_p2p.places import Places
 from lmkv_backend_p2p.resting import Resting
 from lmkv_backend_p2p.share import Shares
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lmkv.specs import BackendContext
     from lmkv.types import ChunkKey, Outcome
     from lmkv_backend_p2p.sources import Source
-
-log = logging.getLogger(__name__)
 
 PARALLELISM: Final = 8
 _OF_DEADLINE: Final = 0.9
@@ -56,14 +54,14 @@ class P2PBackend(StorageBackendInterface):
         from lmkv_backend_p2p.options import P2POptions  # noqa: PLC0415  the contract gives the base class
 
         assert isinstance(options, P2POptions)
-        self._deadline = context.deadline
+        self._deadline = context.deadline * _OF_DEADLINE
         self._below = options.below
         self._resting = Resting(options.rest, self._ask_again)
         self._places = Places(options.remember)
         self._shares = Shares()
         self._source: Source
         if options.controller is None:
-            self._source = Listed(options, self._resting)
+            self._source = Listed(options, self._resting, self._deadline)
         else:
             from lmkv_backend_p2p.directory import Directory  # noqa: PLC0415  brings an HTTP client
 
@@ -136,21 +134,21 @@ class P2PBackend(StorageBackendInterface):
             wait([pull.future for pull in pulls])  # until then bytes may still come
         for address, part, future in pulls:
             for i, outcome in zip(part, self._came(address, future, len(part)), strict=True):
-                outcomes[i] = outcome if outcome.ok else MISS
+                outcomes[i] = outcome
                 if not outcome.ok:
                     self._places.gone(keys[i].namespace, keys[i].digest, address)
 
     def _came(self, address: str, future: Future[list[Outcome]], count: int) -> Sequence[Outcome]:
-        """The outcomes of one pull; a peer that has failed is left alone."""
+        """The outcomes of one pull. A peer that has failed is left alone, and what it did not give is a miss."""
         try:
             outcomes = future.result()
         except (LmkvError, CancelledError) as e:
-            outcomes = [FAILED(e)] * count
-        for outcome in outcomes:
-            if outcome.kind is OutcomeKind.FAILED:
-                self._resting.failed(address, outcome.error)
-                break
-        return outcomes
+            self._resting.failed(address, e)
+            return [MISS] * count
+        broken = [outcome.error for outcome in outcomes if isinstance(outcome.error, TransportError)]
+        if broken:
+            self._resting.failed(address, broken[0])
+        return [MISS if isinstance(outcome.error, TransportError) else outcome for outcome in outcomes]
 
     def _holders(self, key: ChunkKey) -> dict[str, float]:
         """Peers that have a chunk, as far as is known, and may be asked."""
@@ -158,8 +156,9 @@ class P2PBackend(StorageBackendInterface):
         return {address: wait for address, wait in known.items() if self._resting.well(address)}
 
     def _ask(self, namespace: bytes, digests: list[bytes], until: float) -> None:
-        """Learn who has `digests`."""
-        self._places.learn(namespace, digests, self._source.holders(namespace, digests, until))
+        """Learn who has `digests`, in half of the time: the rest is for the bytes."""
+        half = (time.monotonic() + until) / 2
+        self._places.learn(namespace, digests, self._source.holders(namespace, digests, half))
 
     def _ask_again(self, address: str, seconds: float) -> Future[Any]:
         """Begin to ask a peer that has failed before."""
@@ -167,7 +166,7 @@ class P2PBackend(StorageBackendInterface):
         return peers.submit(peers.link(address).has(NOWHERE, [], time.monotonic() + seconds))
 
     def _until(self) -> float:
-        return time.monotonic() + self._deadline * _OF_DEADLINE
+        return time.monotonic() + self._deadline
 
     def put(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject]) -> Sequence[Outcome]:
         """Refused: what other nodes keep is their business."""

@@ -23,7 +23,7 @@ def _address(text: str) -> str:
 def _url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise ValueError(f"{text!r} is no address of a controller, such as http://controller.example:7700")
+        raise ValueError("is no address of a controller, such as http://controller.example:7800, and nothing else")
     return text.rstrip("/")
 
 

@@ -78,9 +78,10 @@ class Source(ABC):
 
 
 class Listed(Source):
-    """The peers of a list, each asked what it has."""
+    """The peers of a list, each asked what it has. Nobody is sent to one that lets him wait longer than `patience`."""
 
-    def __init__(self, options: P2POptions, resting: Resting) -> None:
+    def __init__(self, options: P2POptions, resting: Resting, patience: float) -> None:
+        self._patience = patience
         self._addresses = tuple(dict.fromkeys(options.peers))
         self._below = options.below
         self._resting = resting
@@ -92,7 +93,7 @@ class Listed(Source):
         super().meet(peers)
 
     def holders(self, namespace: bytes, digests: Sequence[bytes], until: float) -> list[Holder]:
-        """See `Source`. Peers that do not answer are left alone; those are left out that would let us wait too long."""
+        """See `Source`. Peers that do not answer are left alone; others that are too busy are left out."""
         asked = [address for address in self._addresses if self._resting.well(address)]
         if self._addresses and not asked:
             raise BackendError("no peer answers")
@@ -103,8 +104,7 @@ class Listed(Source):
             for address, (held, wait) in answers.items():
                 before = found.get(address, ([], 0.0))[0]
                 found[address] = before + held, wait
-        left = until - time.monotonic()
-        return [Holder(a, held, wait) for a, (held, wait) in found.items() if any(held) and wait < left]
+        return [Holder(a, held, wait) for a, (held, wait) in found.items() if any(held) and wait < self._patience]
 
     def look(self, until: float) -> None:
         """See `Source`. Without links it is only tried whether anybody listens."""
