@@ -245,7 +245,7 @@ class TcpChannel(Channel):
         total = check_regions(remote, local, self._pool)
         if not total:
             return
-        first, *others = _shares(neighbours(remote, local), total, min(self._sockets, -(-total // SHARE)))
+        first, *others = _shares(neighbours(remote, local), total, self._width(total))
         try:
             futures = [self._crew.submit(self._carry, operation, share, until) for share in others]
         except RuntimeError as e:  # shut down
@@ -256,6 +256,11 @@ class TcpChannel(Channel):
             wait(futures)
         for future in futures:
             future.result()
+
+    def _width(self, total: int) -> int:
+        """Sockets for a call: those that nobody uses, for others it would have to wait; a MiB for each at least."""
+        free = max(1, self._sockets - len(self._busy) - self._opening)
+        return min(free, -(-total // SHARE))
 
     def _carry(self, operation: int, share: Sequence[tuple[Region, Region]], until: float) -> None:
         """One share of a call, through one socket."""
