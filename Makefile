@@ -2,6 +2,7 @@
 #
 #   make demo    a real vLLM through lmkv: cold, from RAM, from disk after a restart      MODEL=tiny | folder | hub id
 #   make demo-pd  two of them, one computes prompts, one decodes, behind lmkv proxy      MODEL=… ARGS="--transport tcp"
+#   make demo-p2p two nodes and the controller: the second answers from the first's pool  MODEL=… ARGS="--transport tcp"
 #   make test    all tests but the slow ones                                             ARGS="-k name -x"
 #   make test-all  all tests                                                             ARGS=…
 #   make lint    ruff, mypy --strict, import contracts
@@ -16,7 +17,7 @@ ONLY ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-pd test test-all lint format bench wheels setup-dev setup-vllm setup-pd setup-test clean
+.PHONY: demo demo-pd demo-p2p test test-all lint format bench wheels setup-dev setup-vllm setup-pd setup-test clean
 
 setup-dev:
 	@$(PYTHON) .ci/setup.py dev
@@ -35,6 +36,9 @@ demo: setup-vllm
 
 demo-pd: setup-pd
 	@$(BIN)/python -m lmkv_vllm.demo.prefill_decode $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+demo-p2p: setup-pd
+	@$(BIN)/python -m lmkv_vllm.demo.sharing $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: setup-test
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)

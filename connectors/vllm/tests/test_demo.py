@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from lmkv_vllm.demo import models, prefill_decode
+from lmkv_vllm.demo import models, passes, prefill_decode, sharing
 from lmkv_vllm.demo.documents import SUBJECTS, document
 from lmkv_vllm.demo.report import PASSES, Report, Row
 from lmkv_vllm.demo.server import Answer, Server, ServerError
@@ -97,7 +97,7 @@ def test_the_demo_shows_what_it_should(tmp_path: Path) -> None:
 
 def pd_run(texts: dict[str, str], cached: int) -> prefill_decode.Run:
     run = prefill_decode.Run.__new__(prefill_decode.Run)
-    run.rows = [prefill_decode.Row("Lighthouse log", "Who?")]
+    run.rows = [passes.Row("Lighthouse log", "Who?", 3)]
     run.rows[0].answers = {name: Answer(text, 0.1, 2000, cached) for name, text in texts.items()}
     run.transports, run.outcomes = {"tcp": 1.0}, {"carried": 2.0}
     return run
@@ -114,13 +114,47 @@ def pd_run(texts: dict[str, str], cached: int) -> prefill_decode.Run:
     ids=["good", "another answer", "ended early", "computed where it was decoded"],
 )
 def test_a_run_over_two_servers(texts: dict[str, str], cached: int, status: int) -> None:
-    assert prefill_decode.report(pd_run(texts, cached), Console(quiet=True)) == status
+    assert pd_run(texts, cached).report(Console(quiet=True)) == status
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_demo_of_two_servers_shows_what_it_should(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmkv_vllm.demo.prefill_decode", "--model", "tiny", "--transport", "tcp"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transport: tcp" in done.stdout
+    assert list(tmp_path.glob("lmkv-demo-*")) == []
+
+
+def sharing_run(texts: dict[str, str], given: int, cached: int) -> sharing.Run:
+    run = sharing.Run.__new__(sharing.Run)
+    run.rows = [passes.Row("Lighthouse log", "Who?", 3)]
+    run.rows[0].answers = {name: Answer(text, 0.1, 2000, cached) for name, text in texts.items()}
+    run.given, run.transports = {"Who?": given}, {"tcp": 1.0}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("texts", "given", "cached", "status"),
+    [
+        (dict.fromkeys(sharing.PASSES, "Marta"), 1984, 1984, 0),
+        ({"cold": "Marta", "peer": "Ilse", "ram": "Marta"}, 1984, 1984, 1),
+        ({"cold": "Marta"}, 1984, 1984, 1),
+        (dict.fromkeys(sharing.PASSES, "Marta"), 0, 1984, 1),
+        (dict.fromkeys(sharing.PASSES, "Marta"), 1984, 0, 1),
+    ],
+    ids=["good", "another answer", "ended early", "computed on both", "not kept"],
+)
+def test_a_run_over_two_nodes(texts: dict[str, str], given: int, cached: int, status: int) -> None:
+    assert sharing_run(texts, given, cached).report(Console(quiet=True)) == status
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_demo_of_two_nodes_shows_what_it_should(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmkv_vllm.demo.sharing", "--model", "tiny", "--transport", "tcp"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,6 +58,7 @@ class Child:
         command: that starts it, given its port.
         log: file that everything it says is appended to.
         environment: besides our own.
+        health: path that answers once it is up.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Child:
         *,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        health: str = "/health",
     ) -> None:
+        self._health = health
         self._what = what
         self._model = model
         self._log = log
@@ -113,10 +116,20 @@ class Child:
                     f"{self._what} ended with exit code {self._process.returncode} while it was starting"
                 )
             with suppress(OSError, http.client.HTTPException):
-                if self._request("GET", "/health", timeout=5.0)[0] == http.client.OK:
+                if self._request("GET", self._health, timeout=5.0)[0] == http.client.OK:
                     return
             time.sleep(_POLL_SECONDS)
         raise self._failure(f"{self._what} was not up after {seconds:.0f} s")
+
+    def get(self, path: str) -> Any:
+        """The JSON of an answer. Raises `ServerError` for any other."""
+        try:
+            status, content = self._request("GET", path, timeout=_ANSWER_SECONDS)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._failure(f"{self._what} did not answer: {error!r}") from error
+        if status != http.client.OK:
+            raise self._failure(f"{self._what} answered {status} to {path}: {content[:500].decode(errors='replace')}")
+        return json.loads(content)
 
     def count_tokens(self, text: str) -> int:
         """How many tokens the served model's tokenizer makes of a text."""
