@@ -21,7 +21,7 @@ from lmkv.peer.compare import differences
 from lmkv.peer.handshake import Identity, tls_contexts
 from lmkv.peer.listener import bind
 from lmkv.peer.pace import BURST, Pace
-from lmkv.peer.peers import Peers
+from lmkv.peer.peers import STRANGERS, Peers
 from lmkv.plugins import PluginHost
 from lmkv.service.host import LocalClient, ThreadHost
 
@@ -104,6 +104,19 @@ def test_a_link_off_loopback_needs_the_key_too() -> None:
     peers.close()
     with pytest.raises(ClosedError):
         peers.link("127.0.0.1:7000")
+
+
+def test_links_that_lead_nowhere_do_not_pile_up() -> None:
+    peers = Peers(Identity("n", 1, b"k" * 32))
+    try:
+        friend = peers.link("10.0.0.1:7000")
+        friend.incarnation = 7
+        for number in range(3 * STRANGERS):
+            peers.link(f"10.1.{number >> 8}.{number & 255}:7000")
+        assert len(peers._links) <= STRANGERS + 1
+        assert peers.link("10.0.0.1:7000") is friend
+    finally:
+        peers.close()
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ log = logging.getLogger("lmkv.peer")
 
 MOVERS: Final = 16
 """Threads that read and write through transports."""
+STRANGERS: Final = 1024
+"""Links that are kept although nobody was ever met there: who sends requests to an engine may make up addresses."""
 CLOSE_SECONDS: Final = 8.0
 ERROR_KINDS: Final = frozenset({"closed", "deadline", "frame", "key", "protocol", "self", "transport", "version"})
 """Values of the label `kind`."""
@@ -139,8 +141,16 @@ class Peers:
                 raise ClosedError("the links to peers are closed")
             found = self._links.get(address)
             if found is None:
-                found = self._links[address] = PeerLink(*self._checked(address), self._means)
+                found = PeerLink(*self._checked(address), self._means)
+                self._forget_strangers()
+                self._links[address] = found
             return found
+
+    def _forget_strangers(self) -> None:
+        strangers = [address for address, link in self._links.items() if not link.incarnation]
+        if len(strangers) >= STRANGERS:
+            for address in strangers[: STRANGERS // 2]:
+                del self._links[address]
 
     def _checked(self, address: str) -> tuple[str, int, str]:
         try:
