@@ -265,6 +265,26 @@ def test_abort_while_it_is_waited_for(rig: Rig) -> None:
     rig.nothing_held()
 
 
+def test_the_decode_engine_goes(rig: Rig) -> None:
+    """What was kept for it is free; the prefill engine goes on undisturbed."""
+    pair = Pair(rig, budget=CHUNK)
+    first = pair.prefill.add(pair.first(tokens(33)))
+    while first.num_computed_tokens < 12:
+        pair.prefill.step()
+    until(lambda: pair.state().frames >= 2)
+    params = {"lmkv": {"transfer": "t", "node": "left", "tokens": 32}}
+    pair.decode.add(Request("then", tokens(33), kv_transfer_params=params))
+    pair.decode.step()
+    rig.engines.remove(pair.decode)
+    for link in pair.decode.links:  # as if it had been killed
+        link.close()
+    until(lambda: pair.state().state == "aborted")
+    pair.decode.close()
+    run(pair.prefill)
+    assert first.output == truth(tokens(33), 1)
+    assert pair.admitted() == 0
+
+
 def test_waiting_ends(rig: Rig) -> None:
     """Something was admitted, and never comes."""
     pair = Pair(rig, settings=Settings(lookup_deadline=10.0, transfer_deadline=0.2))
