@@ -264,7 +264,7 @@ def test_a_peer_that_falls_silent(name: str, tls: Path | None, operation: str) -
     with Other(name, POOL, tls) as other:
         channel = side.transport.connect(other.reach(), other.blob)
         channel.read([Region(0, 4096)], [Region(0, 4096)], until())
-        other.process.send_signal(signal.SIGSTOP)
+        other.stop()
         begin = time.monotonic()
         move = channel.read if operation == "read" else channel.write
         with pytest.raises(DeadlineError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -152,6 +153,13 @@ class Other:
         assert line, f"the other side has ended: exit {self.process.wait(10)}"
         found: dict[str, Any] = json.loads(line)
         return found
+
+    def stop(self) -> None:
+        """All of its threads stand still until SIGCONT."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while any(" T " not in (task / "stat").read_text().rpartition(")")[2] for task in tasks.iterdir()):
+            time.sleep(0.005)
 
     def kill(self) -> None:
         self.process.kill()

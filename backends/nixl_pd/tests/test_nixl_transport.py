@@ -178,7 +178,7 @@ def test_what_comes_late_finds_no_agent(monkeypatch: pytest.MonkeyPatch, operati
     channel = side.transport.connect(other.reach(), other.blob)
     channel.read(ALL, ALL, until())
     move = channel.read if operation == "read" else channel.write
-    other.process.send_signal(signal.SIGSTOP)
+    other.stop()
     begin = time.monotonic()
     with pytest.raises(DeadlineError):
         move(ALL, ALL, until(0.5))
