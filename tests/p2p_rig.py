@@ -165,7 +165,7 @@ def main() -> None:
     slot, count, chunks = map(int, sys.argv[1:4])
     shape = Shape(slot=slot)
     with Fleet() as fleet:
-        node = fleet.node("child", shape=shape, listen="127.0.0.9:0", peer=json.loads(sys.argv[4]))
+        node = fleet.node("child", shape=shape, listen="127.0.0.1:0", peer=json.loads(sys.argv[4]))
         for prompt in prompts(count, chunks * CHUNK):
             assert node.llm.store(prompt) == len(prompt)
         sys.stdout.write(node.address + "\n")

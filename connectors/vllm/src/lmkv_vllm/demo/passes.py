@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lmkv_vllm.demo.server import Answer
 
-WARMING = "The quick brown fox jumps over the lazy dog. " * 80
+WARMING = "The quick brown fox jumps over the lazy dog. " * 40
 """What an engine does once, at its first request, is in no figure."""
 
 
