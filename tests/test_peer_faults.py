@@ -647,3 +647,25 @@ async def test_a_transfer_without_progress_ends_on_both_sides() -> None:
         b.node.incoming.let_go("t")
         await eventually(b.at_rest)
         await eventually(a.at_rest)
+
+
+async def test_a_transfer_holds_no_more_than_was_admitted() -> None:
+    """Of what is here already: the RAM tier would be the engine's no more."""
+    keys = chain(range(32))
+    async with peer("a") as a, peer("b") as b:
+        b.store(keys)
+        link, until = a.link(b), time.monotonic() + 20
+        assert isinstance(await a.on(link.ask(m.Admit("t", 8, SPACE.id), until)), m.Admitted)
+        heads = tuple(m.NewFrame(keys.digests[i], keys.parent(i), 2, keys.prefixes(i)[0]) for i in range(6))
+        reserved = await a.on(link.ask(m.Reserve("t", SPACE.id, 0, heads), until))
+        assert reserved.offsets == (m.PRESENT,) * 6
+        assert b.manager.index.books.holds == 2
+        await a.on(link.ask(m.Finish("t", "aborted"), until))
+        assert b.at_rest()
+
+
+async def test_transfers_of_nothing_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.peer.incoming.KEPT", 4)
+    async with peer("b") as b:
+        asked = [b.node.incoming.admit(m.Admit(f"t{i}", 0, SPACE.id)) for i in range(10)]
+        assert [isinstance(each, m.Admitted) for each in asked] == [True] * 8 + [False] * 2

@@ -24,9 +24,13 @@ from lmkv.peer import messages as m
 from lmkv.peer import wire
 from lmkv.peer.connection import Connection, open_connection
 from lmkv.peer.handshake import CONNECTS, LISTENS, Identity, proof
+from lmkv.peer.line import Line, take_ready
+from lmkv.peer.transport import TransportError
+from lmkv.peer.wire import open_data
 
 if TYPE_CHECKING:
     from lmkv.keys import KeyChain
+    from lmkv.peer.transport import Reach
 
 DIGEST = b"d" * 32
 SAMPLES: tuple[m.PeerMessage, ...] = (
@@ -222,6 +226,59 @@ async def test_who_does_not_know_the_key_gets_nothing() -> None:
         assert refused.kind == "key"
         writer.close()
         await eventually(lambda: not b.hall.sessions)
+
+
+@pytest.mark.anyio
+async def test_a_data_socket_needs_the_token_of_a_session_that_lives() -> None:
+    def admitted(reach: Reach) -> bool:
+        line = Line(open_data(reach, 0, time.monotonic() + 20))
+        try:
+            take_ready(line, time.monotonic() + 20)
+        except TransportError:
+            return False
+        finally:
+            line.close()
+        return True
+
+    async with peer("b", key=KEY) as b:
+        one, other = [await connection(b, KEY, name) for name in ("n", "o")]
+        token = one.reach.token
+        others = (bytes(len(token)), token[:-1], b"", other.reach.token)
+        for reach in (one.reach, *(one.reach._replace(token=each) for each in others)):
+            assert await asyncio.to_thread(admitted, reach) is (reach is one.reach)
+        one.close("enough")
+        await eventually(lambda: len(b.hall.sessions) == 1)
+        assert not await asyncio.to_thread(admitted, one.reach)
+        other.close("enough")
+
+
+@pytest.mark.anyio
+async def test_a_handshake_that_was_overheard_is_worth_nothing() -> None:
+    """The same hello and the same proof once more: the node has another nonce now."""
+    async with peer("b", key=KEY) as b:
+        host, port = b.address.rsplit(":", 1)
+        hello, heard, came = m.PeerHello(m.VERSION, "n", 5, b"n" * 32), b"", []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(wire.CONTROL + wire.encode(0, hello))
+            challenge = wire.decode_reply(await _body(reader))[1]
+            assert isinstance(challenge, m.PeerChallenge)
+            heard = heard or proof(KEY.encode(), CONNECTS, hello, challenge)
+            writer.write(wire.encode(0, m.PeerProof(heard, {})))
+            came.append(type(wire.decode_reply(await _body(reader))[1]))
+            writer.close()
+        assert came == [m.PeerWelcome, m.PeerRefused]
+        await eventually(lambda: not b.hall.sessions)
+
+
+def test_a_proof_is_of_all_that_was_said() -> None:
+    hello, challenge = m.PeerHello(1, "a", 1, b"n" * 32, "node"), m.PeerChallenge(1, "b", 2, b"c" * 32, b"")
+    replace = msgspec.structs.replace
+    others = [{"version": 2}, {"node": "x"}, {"incarnation": 9}, {"nonce": b"x" * 32}]
+    hellos = [hello, *(replace(hello, **change) for change in [*others, {"purpose": "control"}])]
+    said = [(each, challenge) for each in hellos] + [(hello, replace(challenge, **change)) for change in others]
+    proofs = {proof(key, role, *each) for each in said for role in (LISTENS, CONNECTS) for key in (b"k", b"l")}
+    assert len(proofs) == 4 * len(said)
 
 
 def guesses(hello: m.PeerHello, challenge: m.PeerChallenge) -> tuple[bytes, ...]:

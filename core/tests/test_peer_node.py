@@ -14,9 +14,11 @@ from server_rig import make_certificates
 from storage_rig import FRAME, chain
 
 from lmkv.config import load_config
+from lmkv.config.peer import PeerConfig, parse_address
 from lmkv.errors import BackendError, ClosedError, ConfigError, ProtocolError
 from lmkv.peer import listener as listening
 from lmkv.peer import messages as m
+from lmkv.peer import wire
 from lmkv.peer.compare import differences
 from lmkv.peer.handshake import Identity, tls_contexts
 from lmkv.peer.listener import bind
@@ -150,6 +152,31 @@ async def test_tls(tmp_path: Path) -> None:
         await eventually(b.at_rest)
 
 
+@pytest.mark.anyio
+async def test_slow_bytes_over_tls_are_no_way_to_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes in time, and all of them would take for ever: the threads that greet are few."""
+    monkeypatch.setattr("lmkv.peer.wire.HANDSHAKE_SECONDS", 0.5)
+    ours = certificates(tmp_path)
+
+    def drip(address: str) -> bool:
+        sock = socket.create_connection(parse_address(address), 20)
+        sock.sendall(wire.DATA)
+        context = tls_contexts(PeerConfig(tls=ours).tls).connecting
+        assert context is not None
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as secure:
+            try:
+                secure.sendall(wire.LENGTH.pack(60_000))
+                for _ in range(60):
+                    secure.sendall(b"x")
+                    time.sleep(0.2)
+            except OSError:
+                return True
+        return False
+
+    async with peer("b", key=KEY, tls=ours) as b:
+        assert await asyncio.to_thread(drip, b.address)
+
+
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     from lmkv.config.peer import PeerTls
 
@@ -197,9 +224,9 @@ async def test_bandwidth_bounds_what_is_served() -> None:
             outcomes, _ = await a.pull(b, b.keys(keys), seconds=30)
             assert sum(o.ok for o in outcomes) >= 6
         assert time.monotonic() - begun > 12 / 16 - BURST - 0.1  # what the last one costs comes after it
+        b.hall.pace(64 * FRAME, 0.0)
         _, wait = await a.on(a.link(b).has(SPACE.id, keys.digests, time.monotonic() + 10))
         assert wait > 0
-        b.hall.pace(64 * FRAME, 0.0)
         with pytest.raises(BackendError) as e:
             await a.pull(b, b.keys(keys), seconds=1.0)
         assert e.value.kind == "busy"

@@ -59,6 +59,7 @@ class Hall:
         self.seconds = seconds
         self.grants = Grants()
         self.quarantine = Quarantine(manager.metrics, self.touched)
+        incoming.out_of_use = lambda: self.quarantine.nbytes
         self.lent = 0
         self.transports: dict[str, Transport] = {}
         self.sessions: dict[int, PeerSession] = {}
@@ -94,14 +95,18 @@ class Hall:
         self.quarantine.gone(number, self.clock())
         self.manager.stack.room.more()
 
-    def touched(self, session: int, obj: MemoryObject) -> bool:
-        """Whether bytes may still go to or from `obj` for that session, which has no grant of it any more."""
+    def touched(self, session: int, obj: MemoryObject, *, said: bool = False) -> bool:
+        """Whether bytes may still go to or from `obj` for that session, which has no grant of it any more.
+
+        `said`: the peer has said that it does not touch it; what threads of ours do for it we know better.
+        """
         found = self.sessions.get(session)
+        remote = not said and (found is None or found.touches)
         region = Region(obj.offset, obj.nbytes)
         return any(
             transport.touches(session, region)
             for transport in self.transports.values()
-            if not transport.remote_memory or found is None or found.touches
+            if remote or not transport.remote_memory
         )
 
     async def turn(self, seconds: float) -> None:

@@ -53,6 +53,8 @@ class _Transfer:
         """Memory that is set aside, by its size."""
         self.entries: dict[Entry, None] = {}
         """Held for the look-up to come."""
+        self.held = 0
+        """Bytes of them."""
         self.session: PeerSession | None = None
         """Who pushes it."""
         self.over = asyncio.Event()
@@ -69,6 +71,7 @@ class Incoming:
 
     Attributes:
         admitted: bytes that open transfers were promised.
+        out_of_use: tells the bytes that peers may still touch, so that nobody can have them.
     """
 
     def __init__(self, manager: StorageManager, *, most: int, seconds: float, waiting: int) -> None:
@@ -82,6 +85,7 @@ class Incoming:
         self._queue: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """Who found no room, first come first: bytes needed, when last asked."""
         self.admitted = 0
+        self.out_of_use: Callable[[], int] = lambda: 0
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -108,10 +112,11 @@ class Incoming:
                 kind="too-large",
             )
         ahead = self._ahead(name)
-        objects = None if sum(ahead) + needed > self._most - self.admitted else self._set_aside(sizes)
+        free = self._most - self.admitted - self.out_of_use() - sum(ahead)
+        objects = None if needed > free or len(self._transfers) >= 2 * KEPT else self._set_aside(sizes)
         if objects is None:
             self._wait_in_queue(name, needed)
-            return m.NoRoom(needed, max(0, self._most - self.admitted - sum(ahead)), RETRY_SECONDS, len(ahead))
+            return m.NoRoom(needed, max(0, free), RETRY_SECONDS, len(ahead))
         self._queue.pop(name, None)
         transfer = _Transfer(name, needed, self._clock() + self.seconds)
         for obj in objects:
@@ -206,7 +211,7 @@ class Incoming:
         def memory(nbytes: int) -> MemoryObject | None:
             if stock.get(nbytes):
                 return stock[nbytes].pop()
-            if room.filling + nbytes > self._manager.pool.nbytes // UNASKED_SHARE:
+            if room.filling + self.out_of_use() + nbytes > self._manager.pool.nbytes // UNASKED_SHARE:
                 return None
             obj = room.for_store(nbytes)
             if obj is not None:
@@ -216,13 +221,16 @@ class Incoming:
         return memory
 
     def hold(self, name: str, entries: Iterable[Entry | None]) -> None:
-        """The transfer keeps these until a look-up has them."""
+        """The transfer keeps these until a look-up has them: as many bytes as were admitted, and no more."""
         transfer = self._transfers.get(name)
         if transfer is not None:
             for entry in entries:
-                if entry is not None and entry not in transfer.entries:
-                    transfer.entries[entry] = None
-                    entry.hold()
+                nbytes = 0 if entry is None else entry.pages * entry.namespace.page_total
+                if entry is None or entry in transfer.entries or transfer.held + nbytes > transfer.nbytes:
+                    continue
+                transfer.entries[entry] = None
+                transfer.held += nbytes
+                entry.hold()
 
     def arrived(self, name: str, slots: Sequence[Slot]) -> None:
         """These frames of a transfer are in the index."""
@@ -285,7 +293,7 @@ class Incoming:
             self._let_go(transfer)
 
     def _let_go(self, transfer: _Transfer) -> None:
-        entries, transfer.entries = list(transfer.entries), {}
+        entries, transfer.entries, transfer.held = list(transfer.entries), {}, 0
         for entry in entries:
             entry.let_go()
         self._stack.settle_all(entries)

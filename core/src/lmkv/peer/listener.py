@@ -13,6 +13,7 @@ import inspect
 import logging
 import secrets
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -299,11 +300,12 @@ class _Conversation:
 
 def _greet(sock: socket.socket, tls: ssl.SSLContext) -> tuple[socket.socket, Any]:
     """TLS and the first message of a data socket, in a thread."""
+    until = time.monotonic() + wire.HANDSHAKE_SECONDS
     sock.settimeout(wire.HANDSHAKE_SECONDS)
     secure = tls.wrap_socket(sock, server_side=True)
     try:
-        length = wire.length_of(_read(secure, wire.LENGTH.size), m.HELLO_LIMIT)
-        hello = wire.decode_opening(_read(secure, length))
+        length = wire.length_of(_read(secure, wire.LENGTH.size, until), m.HELLO_LIMIT)
+        hello = wire.decode_opening(_read(secure, length, until))
         secure.settimeout(None)
     except BaseException:
         secure.close()
@@ -311,9 +313,10 @@ def _greet(sock: socket.socket, tls: ssl.SSLContext) -> tuple[socket.socket, Any
     return secure, hello
 
 
-def _read(sock: socket.socket, count: int) -> bytes:
+def _read(sock: socket.socket, count: int, until: float) -> bytes:
     data = b""
     while len(data) < count:
+        sock.settimeout(max(0.001, until - time.monotonic()))  # of all of them: one byte now and then is no answer
         more = sock.recv(count - len(data))
         if not more:
             raise ConnectionResetError("the connection was closed")

@@ -8,10 +8,10 @@ transports know that nothing touches it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
@@ -19,10 +19,22 @@ if TYPE_CHECKING:
 OWNER: Final = "quarantine"
 
 
+class Touched(Protocol):
+    """Whether a session may still touch an object; never True again once it was False."""
+
+    def __call__(self, session: int, obj: MemoryObject, /, *, said: bool) -> bool:
+        """`said`: the peer has said that it does not, so that only what threads of ours do for it counts."""
+
+
 class _Batch(NamedTuple):
     objects: tuple[MemoryObject, ...]
     until: float
     """Time before which it is not given back even if the connection has ended: the peer may not know of that yet."""
+    said: bool
+    """The peer has said that it touches it no more."""
+
+    def touched(self, session: int, touched: Touched) -> bool:
+        return any(touched(session, obj, said=self.said) for obj in self.objects)
 
 
 class Quarantine:
@@ -30,10 +42,10 @@ class Quarantine:
 
     Args:
         metrics: where it is counted.
-        touched: whether a session may still touch an object; never True again once it was False.
+        touched: asked about what is held.
     """
 
-    def __init__(self, metrics: Metrics, touched: Callable[[int, MemoryObject], bool]) -> None:
+    def __init__(self, metrics: Metrics, touched: Touched) -> None:
         self._metrics = metrics
         self._touched = touched
         self._held: dict[int, dict[int, _Batch]] = {}
@@ -41,10 +53,17 @@ class Quarantine:
         self.nbytes = 0
 
     def take(
-        self, session: int, number: int, objects: Iterable[MemoryObject], owner: str, *, until: float = 0.0
+        self,
+        session: int,
+        number: int,
+        objects: Iterable[MemoryObject],
+        owner: str,
+        *,
+        until: float = 0.0,
+        said: bool = False,
     ) -> None:
         """Keep the memory of lease or reservation `number`; takes over the counts that `owner` has of it."""
-        batch = _Batch(tuple(objects), until)
+        batch = _Batch(tuple(objects), until, said)
         for obj in batch.objects:
             obj.retain(OWNER)
             obj.release(owner)
@@ -54,10 +73,15 @@ class Quarantine:
 
     def done(self, session: int, number: int) -> bool:
         """The peer has said that it touches that memory no more; whether it was here."""
-        batch = self._held.get(session, {}).pop(number, None)
+        held = self._held.get(session, {})
+        batch = held.pop(number, None)
         if batch is None:
             return False
-        self._give_back(session, [batch])
+        batch = batch._replace(said=True)
+        if batch.touched(session, self._touched):  # by a thread of ours, which ends soon
+            held[number] = batch
+        else:
+            self._give_back(session, [batch])
         return True
 
     def gone(self, session: int, now: float) -> None:
@@ -70,7 +94,7 @@ class Quarantine:
         for session in list(self._gone):
             self._release(session, now)
         for session, held in list(self._held.items()):
-            free = [n for n, batch in held.items() if not any(self._touched(session, o) for o in batch.objects)]
+            free = [number for number, batch in held.items() if not batch.touched(session, self._touched)]
             self._give_back(session, [held.pop(number) for number in free])
 
     def close(self) -> None:

@@ -32,6 +32,9 @@ log = logging.getLogger("lmkv.peer")
 LENT_SHARE: Final = 4
 """What all peers together have leased is no more than such a part of the pool: the engine needs the rest."""
 
+READ_BYTES: Final = 1 << 30
+"""In a second: where hardware reads more slowly, or not at all, it is not this node that is busy."""
+
 
 class _Lent(NamedTuple):
     entries: list[Entry]
@@ -153,13 +156,17 @@ class PeerSession:
         wait = _within(message.wait, self._hall.seconds)
         until = self._hall.clock() + wait
         await self._hall.turn(wait)
-        held = [entry for entry in self._entries(message.namespace, digests) if entry is not None]
+        held = {entry: None for entry in self._entries(message.namespace, digests) if entry is not None}
         for entry in held:
             entry.hold()
         try:
             if message.bring:
                 await self._bring([entry for entry in held if self._near(entry)], until)
             wanted = self._entries(message.namespace, digests)
+            for new in wanted:  # some have come meanwhile; none may be another one when it is sealed
+                if new is not None and new not in held:
+                    new.hold()
+                    held[new] = None
             objects = self._borrow(wanted, message.shards)
             try:
                 await self._seal(wanted, message.shards, objects)
@@ -184,7 +191,7 @@ class PeerSession:
 
     def _borrow(self, wanted: Sequence[Entry | None], shards: Sequence[int]) -> list[MemoryObject | None]:
         """The frames that lie in the pool, as many of the first as may be lent."""
-        room = self._manager.pool.nbytes // LENT_SHARE - self._hall.lent
+        room = self._manager.pool.nbytes // LENT_SHARE - self._hall.lent - self._hall.quarantine.nbytes
         objects: list[MemoryObject | None] = []
         for entry in wanted:
             for shard in shards:
@@ -250,7 +257,7 @@ class PeerSession:
         hall.count("out", nbytes)
         hall.grants.revoke(self.number, number)
         if self.touches:  # nobody has asked the pace while it was read
-            hall.pace(nbytes, hall.clock() - lent.begun)
+            hall.pace(nbytes, min(hall.clock() - lent.begun, nbytes / READ_BYTES))
         self._give_back(number, lent.objects, "get", lent.expires, done=done)
         for entry in lent.entries:
             entry.let_go()
@@ -297,16 +304,18 @@ class PeerSession:
         slots = awaited.slots
         self._hall.grants.revoke(self.number, message.reservation)
         failed = set(message.failed)
-        came = [slot for i, slot in enumerate(slots) if i not in failed]
+        # What a thread still writes would be another frame after it has been verified.
+        whys = ["not written" if i in failed else self._written(slot) for i, slot in enumerate(slots)]
+        came = [slot for slot, why in zip(slots, whys, strict=True) if not why]
         try:
             found = iter(await self._hall.in_thread(lambda: filling.inspect(came)))
-            outcomes = ["not written" if i in failed else next(found) for i in range(len(slots))]
+            outcomes = [why or next(found) for why in whys]
         except BaseException:
             outcomes = ["not verified"] * len(slots)
             raise
         finally:
             self.reservations.pop(message.reservation, None)
-            outcomes = self._ended(slots, outcomes)
+            outcomes = self._ended(message.reservation, awaited, outcomes)
         pushed = [slot for slot, why in zip(slots, outcomes, strict=True) if not why]
         self._hall.count("in", sum(slot.object.nbytes for slot in pushed))
         self._hall.incoming.arrived(awaited.transfer, pushed)
@@ -315,9 +324,13 @@ class PeerSession:
             self._hall.metrics.inc("lmkv_peer_errors_total", kind="frame")
         return m.Committed(tuple(outcomes))
 
-    def _ended(self, slots: Sequence[Slot], outcomes: Sequence[str]) -> list[str]:
-        ended = filling.end(self._manager, slots, outcomes)
-        _release([slot.object for slot, why in zip(slots, ended, strict=True) if why], "fill")
+    def _written(self, slot: Slot) -> str:
+        return "still being written" if self._hall.touched(self.number, slot.object, said=True) else m.COMMITTED
+
+    def _ended(self, number: int, awaited: _Awaited, outcomes: Sequence[str]) -> list[str]:
+        ended = filling.end(self._manager, awaited.slots, outcomes)
+        failed = [slot.object for slot, why in zip(awaited.slots, ended, strict=True) if why]
+        self._give_back(number, failed, "fill", awaited.expires, done=True)
         self._stack.room.more()
         return ended
 
@@ -337,11 +350,17 @@ class PeerSession:
         self._stack.room.more()
 
     def _give_back(self, number: int, objects: Sequence[MemoryObject], owner: str, until: float, *, done: bool) -> None:
-        """Memory that the peer was granted and is no longer: to the pool, if nothing touches it."""
-        if done or not any(self._hall.touched(self.number, obj) for obj in objects):
+        """Memory that the peer was granted and is no longer: to the pool, if nothing touches it.
+
+        `done`: the peer says that it does not. What it has read whole a thread may be about to leave still.
+        """
+        hall = self._hall
+        read = done and owner == "get"
+        if read or not any(hall.touched(self.number, obj, said=done) for obj in objects):
             _release(objects, owner)
         else:
-            self._hall.quarantine.take(self.number, number, objects, owner, until=until if self.touches else 0.0)
+            until = until if self.touches else 0.0
+            hall.quarantine.take(self.number, number, objects, owner, until=until, said=done)
 
     # --- transfers ---------------------------------------------------------------------------------------------------
 

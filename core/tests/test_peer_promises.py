@@ -1,0 +1,168 @@
+"""A peer that says what is not so, or nothing at all: no word of his makes memory free, and none takes all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from peer_rig import SPACE, Clock, Peer, eventually, peer
+from storage_rig import FRAME, chain
+from wild_rig import Wild, WildChannel
+
+from lmkv.frame import seal
+from lmkv.peer import line as lines
+from lmkv.peer import messages as m
+from lmkv.peer.line import Line
+from lmkv.peer.link import Frame
+from lmkv.peer.transport import Region
+from lmkv.peer.wire import open_data
+
+if TYPE_CHECKING:
+    from lmkv.keys import KeyChain
+    from lmkv.peer.connection import Connection
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
+    found = []
+    for key in node.keys(keys):
+        entry = node.manager.index.entry(key)
+        assert entry is not None
+        obj = node.manager.stack.in_pool(entry, 0)
+        assert obj is not None
+        seal(obj.view, node.manager.stack.trailer(entry, 0))
+        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
+    return found
+
+
+def drop(frames: list[Frame]) -> None:
+    for frame in frames:
+        frame.object.release("get")
+
+
+def data_socket(connection: Connection, number: int) -> Line:
+    """A data socket of a peer that does with it what it likes. Blocking."""
+    until = time.monotonic() + 20
+    line = Line(open_data(connection.reach, number, until))
+    lines.take_ready(line, until)
+    return line
+
+
+def write(line: Line, region: Region, data: bytes) -> None:
+    until = time.monotonic() + 20
+    line.send([lines.request(lines.WRITE, [region]), data], until)
+    if len(data) == region.nbytes:
+        lines.take_reply(line, until)
+
+
+@pytest.mark.parametrize("word", ["commit", "failed", "abort"])
+async def test_the_peers_word_is_not_enough_where_a_thread_still_writes(word: str) -> None:
+    """tcp: it says that it is done, and another of its sockets is in the middle of a write to the same memory.
+
+    What came is verified and would be another frame a moment later; freed, it would be somebody else's memory.
+    """
+    keys = chain(range(4))
+    async with peer("a") as a, peer("b") as b:
+        a.store(keys)
+        (frame,) = sealed(a, keys)
+        data, size = bytes(frame.object.view), frame.object.nbytes
+        drop([frame])
+        link, until = a.link(b), time.monotonic() + 20
+        head = m.NewFrame(frame.key.digest, frame.parent, frame.pages, frame.prefixes)
+        reserved = await a.on(link.ask(m.Reserve("", SPACE.id, 0, (head,)), until))
+        region = Region(reserved.offsets[0], size)
+        connection = await a.on(link._connected(until))
+        slow, quick = [await asyncio.to_thread(data_socket, connection, number) for number in (1, 2)]
+        await asyncio.to_thread(write, slow, region, data[:100])
+        (session,) = b.hall.sessions
+        await eventually(lambda: b.hall.transports["tcp"].touches(session, region))
+        await asyncio.to_thread(write, quick, region, data)
+        if word == "abort":
+            a.node.peers._loop.call_soon_threadsafe(connection.tell, m.Abort(reserved.reservation, True))
+        else:
+            failed = (0,) if word == "failed" else ()
+            committed = await a.on(link.ask(m.Commit(reserved.reservation, failed), until))
+            assert all(committed.outcomes)
+        await eventually(lambda: b.hall.quarantine.nbytes == FRAME)
+        assert not b.manager.stack.room.filling
+        assert b.manager.index.entry(frame.key) is None
+        await asyncio.to_thread(slow.send, [bytes(size - 100)], until)
+        await eventually(b.at_rest)
+        for line in (slow, quick):
+            line.close()
+
+
+async def test_what_is_out_of_use_is_counted_and_has_a_bound() -> None:
+    """A peer that never says that it is done cannot put more than its part of the pool out of use."""
+    wild, keys = Wild(), chain(range(160))
+    async with peer("a", **wild.too) as a, peer("b", **wild.too, ram=40 * FRAME, pool=48 * FRAME) as b:
+        link, until = a.link(b), time.monotonic() + 20
+        connection = await a.on(link._connected(until))
+        for i in range(20):
+            head = m.NewFrame(keys.digests[i], keys.parent(i), 2, keys.prefixes(i)[0])
+            reserved = await a.on(link.ask(m.Reserve("", SPACE.id, 0, (head,)), until))
+            if reserved.reservation:
+                a.node.peers._loop.call_soon_threadsafe(connection.tell, m.Abort(reserved.reservation, False))
+        await eventually(lambda: not b.manager.stack.room.filling)
+        assert b.hall.quarantine.nbytes == 12 * FRAME
+        b.store(keys)
+        leased = await a.on(link.ask(m.Lease(SPACE.id, keys.digests[0], (0,), 10.0), until))
+        assert leased.offsets == (m.ABSENT,)
+        asked = m.Admit("t", 12, SPACE.id)
+        b.node.incoming._most = 14 * FRAME
+        assert isinstance(await a.on(link.ask(asked, until)), m.NoRoom)
+        b.node.incoming._most = 15 * FRAME
+        assert isinstance(await a.on(link.ask(asked, until)), m.Admitted)
+        b.node.incoming.finish("t", "aborted")
+
+
+async def test_leases_that_expire_at_once_do_not_add_up() -> None:
+    wild, keys = Wild(), chain(range(80))
+    async with peer("a", **wild.too) as a, peer("b", **wild.too, ram=20 * FRAME, pool=24 * FRAME) as b:
+        b.store(keys)
+        link, until = a.link(b), time.monotonic() + 20
+        for digest in keys.digests:
+            await a.on(link.ask(m.Lease(SPACE.id, digest, (0,), 0.0), until))
+            b.hall.tidy()
+        assert b.hall.quarantine.nbytes == 6 * FRAME
+
+
+async def test_a_reader_that_takes_its_time_costs_the_others_nothing() -> None:
+    """Its hardware reads, if it does: the node is not busy, and serves whoever asks next."""
+    wild, clock, keys = Wild(), Clock(), chain(range(4))
+    async with peer("a", **wild.too) as a, peer("b", **wild.too, clock=clock, share="10%") as b:
+        b.store(keys)
+        leased = await a.on(a.link(b).ask(m.Lease(SPACE.id, keys.digests[0], (0,), 30.0), time.monotonic() + 20))
+        assert leased.lease
+        clock.ahead = 31
+        b.hall.tidy()
+        assert b.hall.pace.rest == 0.0
+
+
+async def test_nothing_moves_longer_than_it_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks has all the time of the world; what was leased and reserved is so for less."""
+    wild, keys, until, seen = Wild(), chain(range(8)), time.monotonic() + 1000, []
+    for name in ("read", "write"):
+        original = getattr(WildChannel, name)
+
+        def noted(channel: WildChannel, these: Any, those: Any, end: float, original: Any = original) -> None:
+            seen.append(end)
+            original(channel, these, those, end)
+
+        monkeypatch.setattr(WildChannel, name, noted)
+    async with peer("a", **wild.too) as a, peer("b", **wild.too) as b:
+        a.store(keys)
+        frames = sealed(a, keys)
+        assert all(o.ok for o in await a.on(a.link(b).push(frames, until)))
+        drop(frames)
+        assert all(o.ok for o in (await a.pull(b, a.keys(keys), seconds=1000))[0])
+        assert len(seen) == 2
+        assert max(seen) <= time.monotonic() + b.hall.seconds < until
