@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from typing import Any
 
 import pytest
 from agent_rig import Controller, agent, agree, eventually, running
@@ -149,5 +151,40 @@ def test_a_node_stops_soon_while_a_fetch_hangs() -> None:
                 assert time.monotonic() - begun < 5
             await eventually(b.at_rest)
         server.close()
+
+    asyncio.run(main())
+
+
+def test_a_fetch_that_is_cut_off_keeps_its_memory_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service closes while a thread verifies what has come, and cuts tails to their length."""
+    from lmkv.agent import fetch as module
+    from lmkv.agent.jobs import Job
+
+    going, go = threading.Event(), threading.Event()
+
+    def verify(*arguments: Any) -> Any:
+        going.set()
+        assert go.wait(20)
+        return checked(*arguments)
+
+    checked = module._verify
+    monkeypatch.setattr(module, "_verify", verify)
+
+    async def main() -> None:
+        async with peer("a") as a, peer("b", space=None) as b:
+            tokens = chain(range(6))
+            a.store(tokens, tail=True)
+            digests = b"".join(tokens.digests) + tokens.prefixes(1)[0]
+            command = m.Fetch(a.address, SPACE.id, digests, "ram", 60.0, SPACE.json())
+            job = asyncio.ensure_future(module.Fetcher(b.manager, b.node.peers).run(Job("f", command), command))
+            await eventually(going.is_set)
+            job.cancel()
+            await asyncio.wait([job], timeout=0.1)
+            assert b.manager.pool.holders()
+            go.set()
+            await asyncio.wait([job])
+            assert job.cancelled()
+            assert b.at_rest()
+            assert b.manager.pool.free_bytes == b.manager.pool.nbytes
 
     asyncio.run(main())

@@ -54,6 +54,16 @@ def test_the_last_release_frees_and_no_count_goes_below_zero(pool: Pool) -> None
     assert pool.free_bytes == MiB
 
 
+def test_what_nobody_holds_is_not_shortened(pool: Pool) -> None:
+    """Its end would be given back a second time, and then to two at once."""
+    obj = pool.allocate(3 * 4096, "test")
+    assert obj is not None
+    obj.release("test")
+    with pytest.raises(RuntimeError, match="after the last release"):
+        obj.shorten(4096)
+    assert pool.free_bytes == pool.nbytes
+
+
 def test_the_trace_names_who_holds_what(pool: Pool) -> None:
     one, two = allocate(pool, 100), allocate(pool, 5000, "load")
     one.retain("ram")

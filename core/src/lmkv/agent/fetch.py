@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from lmkv.errors import ConfigError, FrameError
 from lmkv.frame import frame_bytes, verify
 from lmkv.keys import Namespace
+from lmkv.peer.threads import outlast
 from lmkv.storage.coding import IDENTITY
 from lmkv.storage.driver import DEMOTE
 from lmkv.storage.verbs import check_writable
@@ -127,7 +128,8 @@ class Fetcher:
                     if obj is not None:
                         objects[ChunkKey(namespace.id, shard, digest)] = obj
             outcomes = await self._pull(order.peer, objects)
-            frames = await asyncio.to_thread(_verify, namespace, objects, outcomes)
+            checking = asyncio.get_running_loop().run_in_executor(None, _verify, namespace, objects, outcomes)
+            frames = await outlast(checking)  # whose memory is not given back meanwhile
             for digest in digests:
                 keys = [ChunkKey(namespace.id, shard, digest) for shard in range(namespace.shards)]
                 why = _wrong([frames.get(key, "there was no memory for it") for key in keys])

@@ -124,10 +124,13 @@ class MemoryObject:
 
         Raises:
             ValueError: it has not so many bytes, or none are to be kept.
+            RuntimeError: nobody holds it any more.
         """
         if not 0 < nbytes <= self.nbytes:
             raise ValueError(f"{nbytes} bytes of {self!r}")
         with self._lock:
+            if self._count <= 0:
+                raise RuntimeError(f"shorten after the last release: {self!r}")
             self._arena.shorten(self, nbytes)
             self.nbytes = nbytes
             self._view = None
