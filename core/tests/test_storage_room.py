@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from storage_rig import FRAME, PAGE_BYTES, Client, Shelf, chain, namespace, storage
 
+from lmkv.policy.leaf_first import LeafFirstLRU
 from lmkv.service import protocol as p
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.keys import KeyChain
@@ -327,5 +328,25 @@ def test_a_load_that_had_to_wait_for_memory_is_no_sign_of_illness() -> None:
             assert await client.load(found, late) == [False], "its own time was over"
             await client.settled()
             assert manager.tier("shelf0").readable
+
+    run(body())
+
+
+def test_a_policy_hears_of_no_parent_as_none() -> None:
+    """Not as of an empty digest, which all first chunks would share."""
+    told: list[bytes | None] = []
+
+    class Told(LeafFirstLRU):
+        def add_all(self, parents: Mapping[ChunkKey, bytes | None]) -> None:
+            told.extend(parents.values())
+            super().add_all(parents)
+
+    async def body() -> None:
+        async with storage(ram=8 * FRAME) as manager:
+            assert manager.stack.ram is not None
+            manager.stack.ram.policy = manager.stack.ram._bulk = Told()
+            client, keys = Client(manager, namespace()), chain(range(8))
+            client.store(client.frames(keys))
+            assert told == [None, keys.digests[0]]
 
     run(body())

@@ -108,7 +108,8 @@ class Tier(Inventory):
         """Keep `objects` by reference (resident tiers); the tier takes an owner of its own of each."""
         cast("ResidentBackend", self.backend).adopt(keys, objects)
         sizes = [obj.nbytes for obj in objects]
-        self.record_all(dict(zip(keys, sizes, strict=True)), dict(zip(keys, parents, strict=True)))
+        before = [parent or None for parent in parents]
+        self.record_all(dict(zip(keys, sizes, strict=True)), dict(zip(keys, before, strict=True)))
 
     def borrow(self, keys: Sequence[ChunkKey]) -> Sequence[MemoryObject | None]:
         """The objects under `keys`, each retained for the caller (resident tiers)."""
