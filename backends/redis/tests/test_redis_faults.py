@@ -171,6 +171,25 @@ def test_close_ends_calls_that_wait(server: RedisServer, open_redis: Open) -> No
     server.go_on()
 
 
+def test_what_connects_while_all_closes_is_closed_too(
+    server: RedisServer, open_redis: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py's client connects anew for a command that was under way: nobody else would end that connection."""
+    backend = open_redis(url=server.url)
+    assert put(backend)
+    client = backend._store._client
+    ping = client.ping
+
+    def closing_meanwhile() -> object:
+        backend.close()
+        return ping()
+
+    monkeypatch.setattr(client, "ping", closing_meanwhile)
+    backend.health()
+    others = [line for line in server.cli("CLIENT", "LIST").splitlines() if "cmd=client" not in line]
+    assert not others
+
+
 def test_the_deadline_is_for_the_whole_call(proxy: FaultProxy, open_redis: Open) -> None:
     """A server that trickles answers every moment, and is too slow all the same."""
     backend = open_redis(url=f"redis://{proxy.address}", deadline=DEADLINE)
