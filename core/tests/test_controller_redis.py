@@ -11,6 +11,7 @@ from controller_process import ControllerProcess
 from controller_rig import CHUNK, SECONDS, Controller, Nodes, digests, namespace, until
 from redis_rig import RedisServer
 
+from lmkv.agent import messages
 from lmkv.controller.records import Ended, Plan, Started
 from lmkv.controller.redis_journal import RedisJournal
 from lmkv.errors import ClosedError
@@ -145,6 +146,25 @@ def test_a_job_is_cancelled_through_the_other_controller(redis: RedisServer) -> 
         assert second.get(f"/v1/jobs/{waiting}", params={"wait": SECONDS})["state"] == "cancelled"
         second.client.delete(f"/v1/jobs/{job}").raise_for_status()
         until(lambda: a._cancelled, "the node hears of it")
+
+
+def test_who_has_lost_a_job_takes_nothing_away(redis: RedisServer) -> None:
+    """It stood still while another one went on with the job: what lies at the source may have been brought back."""
+    with Controller(directory=redis.url) as controller, Nodes() as nodes:
+        a, b = (nodes.start(name, controller, SPACE) for name in "ab")
+        a.store(CHUNKS[:4], SPACE)
+
+        def lose(job: str, command: m.Command) -> bool:
+            if isinstance(command, messages.Fetch):
+                redis.cli("SET", f"lmkv:fleet:jobs:owner:{job.partition('.')[0]}", "another", "PX", "60000")
+            return True
+
+        b.after = lose
+        moved = {**MOVE, "tokens": PROMPT[: 4 * CHUNK]}
+        job = controller.post("move", moved, params={"wait": 0}, status=202)["id"]
+        until(lambda: job not in controller.server.parts.jobs._tasks, "it gives up")
+        assert a.tiers[0].of(SPACE.id) == set(CHUNKS[:4])
+        assert not [command for _, command in a.commands if isinstance(command, messages.Drop)]
 
 
 def test_without_its_redis_the_controller_says_so(tmp_path: Path) -> None:

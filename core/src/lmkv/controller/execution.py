@@ -35,8 +35,10 @@ class Execution:
         self._fleet = fleet
         self._courier = courier
 
-    async def run(self, job: Job, add: Callable[[Event], Awaitable[None]]) -> None:
+    async def run(self, job: Job, add: Callable[[Event], Awaitable[None]], mine: Callable[[], Awaitable[bool]]) -> None:
         """Do what is left of a job; each work that is over is told to `add`. Returns early when it is cancelled.
+
+        `mine` is asked before anything is taken away: whether no other controller has gone on with the job meanwhile.
 
         Raises:
             LmkvError: what `add` raises; nothing else.
@@ -52,7 +54,7 @@ class Execution:
                 for index in indices:
                     if job.cancelled:
                         return
-                    await add(await self._work(job, index))
+                    await add(await self._work(job, index, mine))
 
         tasks = [asyncio.ensure_future(lane(indices)) for indices in lanes.values()]
         try:
@@ -62,11 +64,11 @@ class Execution:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, job: Job, index: int) -> Worked:
+    async def _work(self, job: Job, index: int, mine: Callable[[], Awaitable[bool]]) -> Worked:
         work = job.plan.works[index]
         try:
             if isinstance(work, Transfer):
-                return await self._transfer(job, index, work)
+                return await self._transfer(job, index, work, mine)
             return await self._errand(job, index, work)
         except LmkvError as error:
             return _nothing_done(index, work, str(error))
@@ -79,7 +81,7 @@ class Execution:
             return _nothing_done(index, work, _reason(progress), progress)
         return Worked(index, failed, progress.counts)
 
-    async def _transfer(self, job: Job, index: int, work: Transfer) -> Worked:
+    async def _transfer(self, job: Job, index: int, work: Transfer, mine: Callable[[], Awaitable[bool]]) -> Worked:
         """Every chunk lies at one end at least, always: it goes at the source once it is pinned at the target."""
         clock = asyncio.get_running_loop().time
         endpoint = await self._peer(work.source)
@@ -94,6 +96,8 @@ class Execution:
         if fetched.state != m.DONE:
             failed |= _all(work.digests, _reason(fetched)) | fetched.failed
         safe = _without(work.digests, failed)
+        if not await mine():  # who has it now takes away and unpins; later jobs may have brought chunks back
+            raise LmkvError("another controller goes on with the job", kind="superseded")
         sure = True
         if safe and work.remove:
             if job.cancelled:

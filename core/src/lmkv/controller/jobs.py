@@ -253,7 +253,7 @@ class Jobs:
         try:
             async with self.journal.moving(job.plan.moves):
                 await self._add(job, Started(job.attempt + 1, time.time()))
-                await self._execution.run(job, lambda event: self._add(job, event))
+                await self._execution.run(job, lambda event: self._add(job, event), lambda: self.journal.mine(job.id))
             await self._add(job, Ended(_verdict(job), time.time()))
             log.info("job %s: %s", job.id, job.state)
             self._metrics.inc("lmkv_controller_jobs_total", verb=job.plan.verb, state=job.state)

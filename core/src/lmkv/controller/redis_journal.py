@@ -167,6 +167,12 @@ class RedisJournal(Journal):
         await self._link.calls(calls)
         return await self._members("cancel") & set(jobs) if jobs else set()
 
+    async def mine(self, job: str) -> bool:
+        """See `Journal.mine`."""
+        with self._link.reported():
+            owner = await self._link.client.get(self._owner(job))
+        return owner is not None and owner.decode() == self._me
+
     async def ask_cancel(self, job: str) -> None:
         """See `Journal.ask_cancel`."""
         with self._link.reported():
