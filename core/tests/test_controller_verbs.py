@@ -145,6 +145,36 @@ def test_a_target_that_starts_anew_in_between_gets_nothing_taken_away(nodes: Nod
     assert not a.commands
 
 
+def test_a_fetch_that_fails_as_a_whole_takes_nothing_away(nodes: Nodes, controller: Controller) -> None:
+    """It says of no chunk how that fared: none is known to be safe."""
+    a, b = (nodes.start(name, controller, SPACE) for name in "ab")
+    a.store(CHUNKS, SPACE)
+
+    def fail(job: str, command: m.Command) -> bool:
+        if isinstance(command, m.Fetch):
+            b._say(m.Progress(job, 0, len(CHUNKS), {}, {}, m.FAILED, "the peer refuses the key"))
+        return not isinstance(command, m.Fetch)
+
+    b.before = fail
+    job = controller.post("move", {**ASKED, "source": {"node": "a"}, "target": {"node": "b", "tier": "ram"}})
+    assert (job["state"], job["failed"], job["error"]) == ("failed", 4, "the peer refuses the key")
+    assert a.tiers[0].of(SPACE.id) == set(CHUNKS)
+    assert not a.commands
+
+
+def test_what_the_source_may_yet_take_away_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told to, and says nothing: when it does so, the other copy must not have been evicted."""
+    monkeypatch.setattr("lmkv.controller.courier.ASK_SECONDS", 0.2)
+    with Controller(step_timeout=0.5) as controller, Nodes() as nodes:
+        a, b = (nodes.start(name, controller, SPACE) for name in "ab")
+        a.store(CHUNKS, SPACE)
+        a.before = lambda _job, command: not isinstance(command, m.Drop)
+        job = controller.post("move", {**ASKED, "source": {"node": "a"}, "target": {"node": "b", "tier": "ram"}})
+        assert job["state"] == "failed"
+        assert "perhaps not removed" in job["error"]
+        assert set(b.pins) >= set(CHUNKS)
+
+
 def test_compress_and_decompress(nodes: Nodes, controller: Controller) -> None:
     a = nodes.start("a", controller, SPACE)
     a.store(CHUNKS, SPACE, "disk")
