@@ -63,6 +63,11 @@ class Way:
         until(lambda: engine.find(prompt) == count, f"{count} tokens are found")
 
 
+slow_with_controller = pytest.mark.parametrize(
+    "way", ["list", pytest.param("controller", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(params=["list", "controller"])
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     with contextlib.ExitStack() as stack:
@@ -77,6 +82,7 @@ def entries(node: Member) -> list[Entry]:
     return [entry for known in node.manager.index.namespaces.values() for entry in known.entries.values()]
 
 
+@slow_with_controller
 def test_a27_peer_down(way: Way) -> None:
     """Absent at the start, up, gone, up, silent, up; 20 requests each: a deadline at most, then no wait."""
     begin = time.monotonic()
@@ -116,6 +122,7 @@ def test_a27_peer_down(way: Way) -> None:
     up()
 
 
+@slow_with_controller
 def test_a28_late_answer(way: Way) -> None:
     """What comes after its time is nobody's answer, and what it brings is in nobody else's memory."""
     a, b = way.a(), way.b(**LONG)
@@ -326,7 +333,7 @@ def test_a43_damaged_frames_are_misses(way: Way) -> None:
     assert b.far["state"] == "ok"
 
 
-@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a27_killed_in_mid_read(others: bool) -> None:
     """kill -9 while frames are under way: misses within the deadline, or all of it from another that has it."""
     count = 16 * CHUNK

@@ -113,8 +113,9 @@ def test_what_nobody_gives_is_a_miss(peers: FakePeers, a: FakeLink, fault: str) 
 
 
 def test_one_that_failed_is_asked_in_the_background_before_anybody_waits_for_it(
-    peers: FakePeers, a: FakeLink, b: FakeLink
+    peers: FakePeers, a: FakeLink, b: FakeLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lmkv_backend_p2p.resting.ASK_SECONDS", 0.5)
     for one in (a, b):
         one.frames |= FRAMES
     backend = both(peers, deadline=0.5)
@@ -147,15 +148,20 @@ def test_the_tier_is_ill_only_when_nobody_can_say_anything(peers: FakePeers, a: 
     assert not any(backend.contains(KEYS)), "it was asked for its health, and may be asked at once"
 
 
-def test_what_is_known_is_read_although_nobody_answers_for_the_rest(peers: FakePeers, a: FakeLink) -> None:
+def test_what_is_known_is_read_although_nobody_can_say_where_the_rest_is(
+    peers: FakePeers, a: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a.frames |= FRAMES
-    backend = make(peers, peers=[A, B], rest="50ms", deadline=1.0)
+    backend = both(peers)
     assert all(backend.contains(KEYS[:2]))
-    peers.link(B).down = True
-    first = a.has
-    a.has = peers.link(B).has  # type: ignore[method-assign]
-    assert read(backend, KEYS) in ([True, True, False, False], [False] * 4)
-    a.has = first  # type: ignore[method-assign]
+
+    def away(*_: object) -> list[Holder]:
+        raise BackendError("away")
+
+    monkeypatch.setattr(backend._source, "holders", away)
+    assert read(backend, KEYS) == [True, True, False, False]
+    with pytest.raises(BackendError, match="away"):
+        read(backend, KEYS[2:])
 
 
 def test_keys_of_two_namespaces_and_the_same_key_twice(peers: FakePeers, a: FakeLink) -> None:
