@@ -68,7 +68,8 @@ class Directory(Source):
                 address = hit.endpoints.get("peer")
                 if address and hit.node != me:
                     held = found.setdefault(address, ([False] * len(digests), hit.load))[0]
-                    held[first : first + len(part)] = self._held(hit, len(part))
+                    for i, there in enumerate(self._held(hit, len(part)), start=first):
+                        held[i] |= there
         return [Holder(a, held, load) for a, (held, load) in found.items() if any(held) and self._usable(a)]
 
     def look(self, until: float) -> None:
