@@ -126,7 +126,7 @@ async def test_kept_until_the_connection_ends_and_the_writer_knows() -> None:
         await eventually(lambda: not b.hall.sessions and len(wild.dropped) >= 1)
         # The first ones' time is over. The last one's writer may not know yet that the connection has ended.
         await eventually(lambda: b.hall.quarantine.nbytes == FRAME)
-        clock.ahead = 62
+        clock.ahead = 61 + 2 + 1
         b.hall.tidy()
         assert b.at_rest()
 

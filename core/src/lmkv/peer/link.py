@@ -117,6 +117,7 @@ class PeerLink:
         left = max(0.0, until - time.monotonic())
         lease = m.Lease(keys[0].namespace, b"".join(digests), tuple(shards), left, bring, left)
         connection = await self._connected(until)
+        asked = time.monotonic()
         leased = await self._expect(lease, m.Leased, until, connection)
         assert isinstance(leased, m.Leased)
         try:
@@ -126,7 +127,7 @@ class PeerLink:
             place = {(digest, shard): i * len(shards) + j for i, digest in enumerate(digests)
                      for j, shard in enumerate(shards)}  # fmt: skip
             found = [place[key.digest, key.shard] for key in keys]
-            until = min(until, time.monotonic() + leased.seconds)
+            until = min(until, asked + leased.seconds)  # there it is counted from later on
             return await self._read([(leased.offsets[i], leased.lengths[i]) for i in found], into, connection, until)
         finally:
             if leased.lease:
@@ -183,9 +184,10 @@ class PeerLink:
         heads = tuple(m.NewFrame(f.key.digest, f.parent, f.pages, f.prefixes) for f in frames)
         connection = await self._connected(until)
         request = m.Reserve(transfer, frames[0].key.namespace, frames[0].key.shard, heads)
+        began = time.monotonic()  # there it is counted from later on, however late the answer is
         reserved = await self._expect(request, m.Reserved, until, connection)
         assert isinstance(reserved, m.Reserved)
-        until = min(until, time.monotonic() + reserved.seconds)  # nothing is written after it has expired
+        until = min(until, began + reserved.seconds)  # nothing is written after it has expired
         done = True
         try:
             if len(reserved.offsets) != len(frames) or len(reserved.lengths) != len(frames):

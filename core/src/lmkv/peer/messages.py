@@ -174,7 +174,7 @@ class Leased(PeerMessage, frozen=True):
     lengths: tuple[int, ...]
     """Bytes of each whole frame; 0 if absent."""
     seconds: float
-    """From now on, until the lease ends by itself."""
+    """Until the lease ends by itself, from before it was asked for on."""
 
 
 class Release(PeerMessage, frozen=True):
@@ -216,7 +216,7 @@ class Reserved(PeerMessage, frozen=True):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     seconds: float
-    """From now on, until it ends by itself. Nothing may be written later."""
+    """Until it ends by itself, from before it was asked for on. Nothing may be written later."""
 
 
 class Commit(PeerMessage, frozen=True):

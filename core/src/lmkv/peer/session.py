@@ -32,6 +32,8 @@ log = logging.getLogger("lmkv.peer")
 LENT_SHARE: Final = 4
 """What all peers together have leased is no more than such a part of the pool: the engine needs the rest."""
 
+GRACE_SECONDS: Final = 2.0
+"""A transfer that hardware, or the kernel, has begun within the time that was promised ends so soon after it."""
 READ_BYTES: Final = 1 << 30
 """In a second: where hardware reads more slowly, or not at all, it is not this node that is busy."""
 
@@ -359,7 +361,7 @@ class PeerSession:
         if read or not any(hall.touched(self.number, obj, said=done) for obj in objects):
             _release(objects, owner)
         else:
-            until = until if self.touches else 0.0
+            until = until + GRACE_SECONDS if self.touches else 0.0
             hall.quarantine.take(self.number, number, objects, owner, until=until, said=done)
 
     # --- transfers ---------------------------------------------------------------------------------------------------
