@@ -180,3 +180,24 @@ async def test_nothing_moves_longer_than_it_was_promised(monkeypatch: pytest.Mon
         assert len(asked) == len(ends) == 2
         for begun, end in zip(asked, ends, strict=True):
             assert end <= begun + b.hall.seconds
+
+
+async def test_an_answer_that_comes_as_its_asker_goes_is_given_back() -> None:
+    """Else the memory would be out of use until the connection ends."""
+    wild, keys = Wild(), chain(range(4))
+    async with peer("a", **wild.too) as a, peer("b", **wild.too) as b:
+        link, until = a.link(b), time.monotonic() + 20
+        head = m.NewFrame(keys.digests[0], b"", 2, keys.prefixes(0)[0])
+
+        async def ask_and_go() -> None:
+            connection = await link._connected(until)
+            asking = asyncio.ensure_future(connection.ask(m.Reserve("", SPACE.id, 0, (head,)), until))
+            await asyncio.sleep(0)  # it has asked
+            ((_, future),) = connection._pending.items()
+            future.add_done_callback(lambda _: asking.cancel())
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert isinstance(future.result(), m.Reserved)
+
+        await a.on(ask_and_go())
+        await eventually(b.at_rest)

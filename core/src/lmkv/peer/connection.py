@@ -81,13 +81,18 @@ class Connection:
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(wire.encode(number, request))
-            reply: m.Reply = await asyncio.wait_for(future, max(0.0, until - asked))
-        except asyncio.TimeoutError:
-            if self._silent():
-                self.close("it has fallen silent")
-            raise ClosedError(f"peer {self.node} did not answer in time", kind="deadline") from None
+            await asyncio.wait((future,), timeout=max(0.0, until - asked))
+        except asyncio.CancelledError:
+            if future.done() and future.exception() is None:  # it has come, and nobody is there to take it
+                self._too_late(future.result())
+            raise
         finally:
             self._pending.pop(number, None)
+        if not future.done():
+            if self._silent():
+                self.close("it has fallen silent")
+            raise ClosedError(f"peer {self.node} did not answer in time", kind="deadline")
+        reply: m.Reply = future.result()
         if isinstance(reply, m.PeerRefused):
             raise wire.error_of(reply, self.node)
         return reply
