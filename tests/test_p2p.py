@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from controller_rig import Controller
-from fake_engine import CHUNK, FRAME, Shape, tokens
+from fake_engine import CHUNK, FRAME, Shape, prompts, tokens
 from p2p_rig import DEADLINE, PROBE, SLACK, Fleet, Member, far, place, serve, stack, until
 from server_rig import HOST
 
@@ -133,6 +133,20 @@ def test_a_long_prompt_comes_from_all_who_have_it(fleet: Fleet) -> None:
     assert all(each.served() >= 32 * BIG.frame for each in have)
 
 
+def test_what_it_costs_is_measured(fleet: Fleet) -> None:
+    """As of any tier: so what would be loaded later than computed can be withheld."""
+    a = fleet.node("a", ram=128)
+    b = fleet.node("b", far(peers=[a.address]), ram=None)
+    wanted = list(prompts(16, 2 * CHUNK))
+    for prompt in wanted:
+        a.llm.store(prompt)
+    for prompt in wanted:
+        assert b.llm.load(prompt) == len(prompt)
+        b.settle()
+    assert b.far["load_bytes_per_second"] > 0
+    assert b.far["load_latency_seconds"] > 0
+
+
 def test_who_has_most_is_asked(fleet: Fleet) -> None:
     a, c = fleet.node("a"), fleet.node("c")
     a.llm.store(PROMPT[: 2 * CHUNK])
@@ -216,16 +230,16 @@ def test_a_busy_peer_promises_nothing(fleet: Fleet) -> None:
 def test_many_at_once_from_two_that_come_and_go(fleet: Fleet) -> None:
     """Eight threads ask for prompts while one of two peers restarts: all right, whatever came."""
     address = place()
-    prompts = [tokens(2 * CHUNK, 1000 * n) for n in range(1, 9)]
+    wanted = list(prompts(8, 2 * CHUNK))
 
     def start() -> Member:
         made = fleet.node("a", listen=address)
-        for prompt in prompts:
+        for prompt in wanted:
             made.llm.store(prompt)
         return made
 
     a, c = start(), fleet.node("c")
-    for prompt in prompts[:4]:
+    for prompt in wanted[:4]:
         c.llm.store(prompt)
     b = fleet.node("b", far(peers=[address, c.address]), ram=None)
     engines = [b.engine() for _ in range(8)]
@@ -234,7 +248,7 @@ def test_many_at_once_from_two_that_come_and_go(fleet: Fleet) -> None:
     def work(number: int) -> int:
         came = 0
         while not over.is_set():
-            came += serve(engines[number], [*prompts[number], 0])[0]
+            came += serve(engines[number], [*wanted[number], 0])[0]
         return came
 
     running = [b.threads.submit(work, number) for number in range(4)]
@@ -244,7 +258,7 @@ def test_many_at_once_from_two_that_come_and_go(fleet: Fleet) -> None:
             a.host.close()  # with what it lends
             time.sleep(0.2)
             a = start()
-        until(lambda: all(b.llm.find(prompt) == 2 * CHUNK for prompt in prompts), "all is there again")
+        until(lambda: all(b.llm.find(prompt) == 2 * CHUNK for prompt in wanted), "all is there again")
     finally:
         over.set()
     assert all(future.result(20) > 0 for future in running)

@@ -36,9 +36,13 @@ class FakeLink:
         self.lost = False
         """It says that it has what it has not."""
         self.wait = 0.0
+        self.pause = 0.0
+        """Seconds before each answer."""
 
     async def _answer(self, until: float) -> None:
         self.asked += 1
+        if self.pause:
+            await asyncio.sleep(self.pause)
         if self.down:
             raise ClosedError("down")
         if self.silent:

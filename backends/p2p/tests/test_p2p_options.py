@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_peers import make
+from pydantic import SecretStr
 
 from lmkv.config import load_config
 from lmkv.errors import ConfigError
 from lmkv.plugins import PluginHost
+from lmkv.units import shown
+from lmkv_backend_p2p.options import P2POptions
 
-if TYPE_CHECKING:
-    from pathlib import Path
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "backend-p2p.md"
 
 
 def load(**options: Any) -> None:
@@ -52,3 +55,14 @@ def test_right_ones() -> None:
 def test_a_ca_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ca: .*nowhere\.pem"):
         make(None, controller="https://c:1", ca=str(tmp_path / "nowhere.pem"))
+
+
+def test_the_page_has_every_option() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    table = text.partition("| option | default | meaning |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
+    expected = []
+    for name, field in P2POptions.model_fields.items():
+        empty = field.default in (None, (), SecretStr(""))
+        default = "none" if empty else f"`{shown(field.default, (*field.metadata, field.annotation))}`"
+        expected.append(f"| `{name}` | {default} | {field.description} |")
+    assert table.splitlines() == expected

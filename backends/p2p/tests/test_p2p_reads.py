@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_peers import FakeLink, FakePeers, make
 
-from lmkv.errors import BackendError
+from lmkv.errors import BackendError, ClosedError
 from lmkv.testing.material import OTHER_NAMESPACE, make_key, make_memory, make_payload
 from lmkv.types import MISS, HealthState
 from lmkv_backend_p2p.places import Places
@@ -162,6 +162,29 @@ def test_what_is_known_is_read_although_nobody_can_say_where_the_rest_is(
     assert read(backend, KEYS) == [True, True, False, False]
     with pytest.raises(BackendError, match="away"):
         read(backend, KEYS[2:])
+
+
+def test_nobody_gets_the_memory_back_while_bytes_may_come(
+    peers: FakePeers, a: FakeLink, b: FakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two pulls cannot be begun: the first is waited for before that is told."""
+    a.frames[KEYS[0]], b.frames[KEYS[1]] = FRAMES[KEYS[0]], FRAMES[KEYS[1]]
+    backend = both(peers, deadline=20.0)
+    assert all(backend.contains(KEYS[:2]))
+    a.pause = 0.3
+    submit, begun = peers.submit, []
+
+    def once(coroutine: Any) -> Any:
+        if begun:
+            coroutine.close()
+            raise ClosedError("the links to peers are closed")
+        begun.append(coroutine)
+        return submit(coroutine)
+
+    monkeypatch.setattr(peers, "submit", once)
+    with pytest.raises(ClosedError):
+        read(backend, KEYS[:2])
+    assert a.pulled == KEYS[:1]
 
 
 def test_keys_of_two_namespaces_and_the_same_key_twice(peers: FakePeers, a: FakeLink) -> None:
