@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fake_engine import CHUNK, PLUGINS, SHAPE, FakeEngine, Node, Request, Shape, prompts
-from server_rig import free_port
+from server_rig import HOST, free_port
 
 from lmkv.config import load_config
 
@@ -117,9 +117,15 @@ class Fleet:
         return made
 
 
-def place() -> str:
+def place(host: str = HOST) -> str:
     """An address that nobody listens on yet."""
-    return f"127.0.0.1:{free_port()}"
+    return f"{host}:{free_port(host)}"
+
+
+def target(address: str) -> tuple[str, int]:
+    """The same for a `FaultProxy`."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def serve(engine: FakeEngine, prompt: Sequence[int]) -> tuple[int, float]:

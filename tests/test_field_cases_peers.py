@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from controller_rig import Controller
 from fake_engine import CHUNK, Request, Shape, prompts, tokens
-from p2p_rig import DEADLINE, PROBE, SLACK, Fleet, Member, far, place, process, serve, until
+from p2p_rig import DEADLINE, PROBE, SLACK, Fleet, Member, far, place, process, serve, target, until
 from proxy_rig import FaultProxy
 from server_rig import HOST
 
@@ -39,7 +39,7 @@ class Way:
         self.fleet = fleet
         self.proxy = proxy
         self.controller = controller
-        self._listen = f"{HOST}:{proxy.target[1]}"
+        self._listen = f"{proxy.target[0]}:{proxy.target[1]}"
 
     def _groups(self) -> dict[str, Any]:
         if self.controller is None:
@@ -72,7 +72,7 @@ slow_with_controller = pytest.mark.parametrize(
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     with contextlib.ExitStack() as stack:
         controller = stack.enter_context(Controller()) if request.param == "controller" else None
-        proxy = stack.enter_context(FaultProxy(int(place().rpartition(":")[2])))
+        proxy = stack.enter_context(FaultProxy(target(place("127.0.0.2"))))
         yield Way(stack.enter_context(Fleet()), proxy, controller)
         proxy.heal()
 
@@ -228,7 +228,7 @@ NOISE = {
 @pytest.mark.parametrize("answer", NOISE)
 def test_a43_hostile_peer(answer: str) -> None:
     """Misses, in time; with the right peer all is well again."""
-    with FaultProxy(int(place().rpartition(":")[2])) as proxy, Fleet() as fleet:
+    with FaultProxy(target(place("127.0.0.2"))) as proxy, Fleet() as fleet:
         way = Way(fleet, proxy, None)
         a, b = way.a(), way.b(**LONG)
         prompt = tokens(3 * CHUNK + 1)
@@ -339,26 +339,24 @@ def test_a27_killed_in_mid_read(others: bool) -> None:
     count = 16 * CHUNK
     wanted = list(prompts(2, count))
     slow = {"bandwidth": "256KiB", "sockets": 1}
-    with process(BIG, 2, 16, **slow) as (child, address), Fleet() as fleet:
-        host, _, port = address.rpartition(":")
-        with FaultProxy((host, int(port))) as proxy:
-            peers = [proxy.address]
-            b = fleet.node("b", far(peers=peers, deadline="6s", **LONG), shape=BIG)
-            if others:
-                c = fleet.node("c", far(peers=peers, deadline="30s"), shape=BIG)
-                for prompt in wanted:
-                    c.llm.store(prompt)
-                b = fleet.node("d", far(peers=[*peers, c.address], deadline="6s", **LONG), shape=BIG)
-            request = Request([b.llm], [*wanted[0], 0]).queue().look_up().allocate()
-            assert request.offered == count
-            loading = b.start(request.load)
-            until(lambda: proxy.bytes_down > BIG.frame, "bytes are under way")
-            begin = time.monotonic()
-            child.kill()
-            loading.result(30)
-            assert time.monotonic() - begin < 6 + SLACK
-            assert request.computed == count if others else request.computed < count
-            request.run().finish()
-            assert serve(b.llm, [*wanted[1], 0])[0] == (count if others else 0)
-            if others:
-                assert c.served() > 0
+    with process(BIG, 2, 16, **slow) as (child, address), Fleet() as fleet, FaultProxy(target(address)) as proxy:
+        peers = [proxy.address]
+        b = fleet.node("b", far(peers=peers, deadline="6s", **LONG), shape=BIG)
+        if others:
+            c = fleet.node("c", far(peers=peers, deadline="30s"), shape=BIG)
+            for prompt in wanted:
+                c.llm.store(prompt)
+            b = fleet.node("d", far(peers=[*peers, c.address], deadline="6s", **LONG), shape=BIG)
+        request = Request([b.llm], [*wanted[0], 0]).queue().look_up().allocate()
+        assert request.offered == count
+        loading = b.start(request.load)
+        until(lambda: proxy.bytes_down > BIG.frame, "bytes are under way")
+        begin = time.monotonic()
+        child.kill()
+        loading.result(30)
+        assert time.monotonic() - begin < 6 + SLACK
+        assert request.computed == count if others else request.computed < count
+        request.run().finish()
+        assert serve(b.llm, [*wanted[1], 0])[0] == (count if others else 0)
+        if others:
+            assert c.served() > 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from controller_rig import Controller, until
-from p2p_rig import far, place
+from p2p_rig import far, place, target
 from proxy_rig import FaultProxy
 from vllm_rig import CHUNK, Vllm, counted, questions, services_gone, stack
 
@@ -59,7 +59,7 @@ def kill_service(folder: Path) -> None:
 
 
 def test_the_second_answers_from_the_firsts_pool(folder: Path) -> None:
-    address = place()
+    address = place("127.0.0.2")
     with Vllm(folder / "a", node("a", address)) as first:
         cold = first.ask(SOME)
         assert set(cold.cached.values()) == {0}
@@ -89,10 +89,10 @@ def test_the_second_answers_from_the_firsts_pool(folder: Path) -> None:
 @pytest.mark.parametrize("way", ["list", "controller"])
 def test_the_peer_is_killed_in_mid_read(folder: Path, way: str) -> None:
     """-9 for the first's service while frames are under way: the second computes them, and says the same."""
-    address = place()
     with Vllm(folder / "plain", None) as plain:
         right = plain.ask(SOME | MORE).answers
-    with Controller() as controller, FaultProxy(int(address.rpartition(":")[2])) as proxy:
+    address = place("127.0.0.2")
+    with Controller() as controller, FaultProxy(target(address)) as proxy:
         groups = {"controller": {"url": controller.url.replace("http", "ws", 1), "heartbeat": "500ms"}}
         slow = {"bandwidth": "64KiB", "sockets": 1, "advertise": proxy.address}
         with Vllm(folder / "a", node("a", address, peer=slow, **groups)) as first:
