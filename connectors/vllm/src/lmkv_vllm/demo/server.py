@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 600.0  # a cold prompt on a slow, busy machine; the demo's own patience, not a target
-_TAIL_LINES = 40
+_TAIL_LINES = 120
 _BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 
 
