@@ -11,6 +11,7 @@ from peer_rig import SPACE, Clock, Peer, eventually, peer
 from storage_rig import FRAME, chain
 from wild_rig import Wild, WildChannel
 
+from lmkv.errors import LmkvError
 from lmkv.frame import seal
 from lmkv.peer import line as lines
 from lmkv.peer import messages as m
@@ -98,6 +99,29 @@ async def test_the_peers_word_is_not_enough_where_a_thread_still_writes(word: st
         await eventually(b.at_rest)
         for line in (slow, quick):
             line.close()
+
+
+async def test_a_late_word_frees_nothing_that_a_thread_still_writes() -> None:
+    """The reservation has expired in the middle of a write, and then comes its commit."""
+    clock, keys = Clock(), chain(range(4))
+    async with peer("a") as a, peer("b", clock=clock) as b:
+        link, until = a.link(b), time.monotonic() + 20
+        head = m.NewFrame(keys.digests[0], b"", 2, keys.prefixes(0)[0])
+        reserved = await a.on(link.ask(m.Reserve("", SPACE.id, 0, (head,)), until))
+        region = Region(reserved.offsets[0], reserved.lengths[0])
+        slow = await asyncio.to_thread(data_socket, await a.on(link._connected(until)), 1)
+        await asyncio.to_thread(write, slow, region, bytes(100))
+        (session,) = b.hall.sessions
+        await eventually(lambda: b.hall.transports["tcp"].touches(session, region))
+        clock.ahead = 31
+        b.hall.tidy()
+        with pytest.raises(LmkvError) as e:
+            await a.on(link.ask(m.Commit(reserved.reservation), until))
+        assert e.value.kind == "expired"
+        assert b.hall.quarantine.nbytes == FRAME
+        await asyncio.to_thread(slow.send, [bytes(region.nbytes - 100)], until)
+        await eventually(b.at_rest)
+        slow.close()
 
 
 async def test_what_is_out_of_use_is_counted_and_has_a_bound() -> None:
