@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 600.0  # a cold prompt on a slow, busy machine; the demo's own patience, not a target
 _TAIL_LINES = 120
+_PORTS = (18_000, 32_000)
+_DICE = random.SystemRandom()
 _BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 
 
@@ -270,10 +273,15 @@ def samples(page: str, family: str, label: str) -> dict[str, float]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now; who gets it binds it a moment later."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now; who gets it binds it within a minute or so.
+
+    Below those that the kernel gives to outgoing connections: on a busy machine one of these would soon be taken again.
+    """
+    while True:
+        port = _DICE.randrange(*_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((_HOST, port))
+            return port
 
 
 def _group_lives(group: int) -> bool:
