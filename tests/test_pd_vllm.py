@@ -24,7 +24,6 @@ from pd_rig import (
     prompts,
     until,
 )  # fmt: skip
-from server_rig import free_port
 from vllm_rig import BLOCK, Vllm, document, questions, stack
 
 from lmkv.errors import PluginError
@@ -59,6 +58,8 @@ def needed(transport: str) -> None:
 @pytest.mark.slow
 def test_two_engines_without_the_proxy(place: Path) -> None:
     """Requests go from one vLLM to the other as the proxy would send them; each says what one alone says."""
+    from lmkv_vllm.demo.server import free_port
+
     ports = [free_port() for _ in range(2)]
     stacks = [
         stack(peer={"listen": f"127.0.0.1:{port}", "node": name, "transports": ["tcp"]})
