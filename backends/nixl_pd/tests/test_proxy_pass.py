@@ -132,6 +132,23 @@ def test_errors_of_the_proxy_have_openais_shape(site: Site) -> None:
     assert proxy.post(prompt="x" * 9).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "encoding", "body"),
+    [
+        ("/v1/completions", "x", b'{"prompt": "x", "kv_transfer_params": {"lmkv": {}}}'),
+        ("/v1/completions/", "", b'{"prompt": "x", "kv_transfer_params": {"lmkv": {}}}'),
+        ("/inference/v1/generate", "", b'{"token_ids": [1], "kv_transfer_params": {"lmkv": {}}}'),
+        ("/v1/responses", "", b'{"temperature": NaN, "kv_transfer_params": {"lmkv": {}}}'),
+    ],
+)
+def test_nobody_says_by_another_way_where_kv_goes(site: Site, path: str, encoding: str, body: bytes) -> None:
+    proxy, decode = pair(site, min_prefill_tokens=0)
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = proxy.client.post(path, content=body, headers={name: value for name, value in headers.items() if value})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_allowed")
+    assert not decode.seen
+
+
 @pytest.mark.slow  # its import takes seconds
 def test_openais_client_understands_both_sides_errors(site: Site) -> None:
     openai = pytest.importorskip("openai")

@@ -45,6 +45,9 @@ class Mode(Protocol):
     async def complete(self, exchange: Exchange) -> None:
         """Answer one completion request, or raise `ApiError` or `Cut`."""
 
+    def look(self, exchange: Exchange) -> None:
+        """See whether anything else may pass, with a body that is for the engine to read; `ApiError` if not."""
+
 
 class Proxy:
     """The application.
@@ -123,6 +126,7 @@ class Proxy:
                 raise ApiError(405, f"{exchange.path} is for GET", code="method_not_allowed")
             await (self._health(exchange) if exchange.path == "/health" else self._page(exchange))
         else:
+            self._mode.look(exchange)
             await forward(exchange, self._mode.main, self._settings.silence)
 
     async def _health(self, exchange: Exchange) -> None:

@@ -121,6 +121,9 @@ class CacheAware:
         self._metrics.choices.add(outcome)
         await forward(exchange, self.main, self._settings.silence, engine)
 
+    def look(self, exchange: Exchange) -> None:
+        """See `Mode`: anything may pass."""
+
     async def _choose(self, prompt: Prompt) -> tuple[str, Engine | None]:
         """How the engine was chosen, in a word, and the engine; None: the pool's next."""
         end = time.monotonic() + self._settings.lookup_timeout

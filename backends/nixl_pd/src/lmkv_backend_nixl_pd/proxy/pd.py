@@ -10,6 +10,7 @@ Whatever fails on the way, the decode engine can compute all by itself, so it ge
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -81,8 +82,7 @@ class PrefillDecode:
     async def complete(self, exchange: Exchange) -> None:
         """Answer one completion request."""
         prompt = Prompt(exchange)
-        if PARAMS in prompt.fields:
-            raise ApiError(400, f"{PARAMS} is between the proxy and the engines", code="not_allowed", param=PARAMS)
+        check(prompt.fields)
         word = alone(prompt, self._settings.min_prefill_tokens)
         route = Route(word) if word else await self._route(prompt)
         self._metrics.transfers.add(route.outcome)
@@ -94,6 +94,13 @@ class PrefillDecode:
         finally:
             if route.engine is not None and route.params and not taken:
                 self._admission.finish(route.engine, route.transfer, "aborted")
+
+    def look(self, exchange: Exchange) -> None:
+        """See `Mode`. Other requests take the field as well, and engines may read what is said to be compressed."""
+        try:
+            check(json.loads(exchange.body))  # as engines do: it takes more for JSON than others
+        except (ValueError, RecursionError):
+            return
 
     async def _route(self, prompt: Prompt) -> Route:
         """Have the prompt computed and transferred, by another prefill engine where one fails."""
@@ -174,6 +181,12 @@ class PrefillDecode:
         engine.served.inc()
         with await engine.client.send("POST", target.encode(), prompt.headers, body, silence=silence) as answer:
             return answer.status, await answer.read(MAX_PREFILL_ANSWER)
+
+
+def check(fields: object) -> None:
+    """Refuse what is for the proxy alone to say."""
+    if isinstance(fields, dict) and PARAMS in fields:
+        raise ApiError(400, f"{PARAMS} is between the proxy and the engines", code="not_allowed", param=PARAMS)
 
 
 def alone(prompt: Prompt, least: int) -> str:
