@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LONG = {"breaker": {"failures": 1000, "probe": f"{PROBE}s"}}
 """The tier is asked on, whatever happens."""
-BIG = Shape(slot=4096)
-"""64 KiB a chunk."""
+BIG = Shape(slot=65536)
+"""1 MiB a chunk: a peer sends four of them, and then looks at its pace."""
 
 
 class Way:
@@ -338,7 +338,7 @@ def test_a27_killed_in_mid_read(others: bool) -> None:
     """kill -9 while frames are under way: misses within the deadline, or all of it from another that has it."""
     count = 16 * CHUNK
     wanted = list(prompts(2, count))
-    slow = {"bandwidth": "256KiB", "sockets": 1}
+    slow = {"bandwidth": "2MiB", "sockets": 1}
     with process(BIG, 2, 16, **slow) as (child, address), Fleet() as fleet, FaultProxy(target(address)) as proxy:
         peers = [proxy.address]
         b = fleet.node("b", far(peers=peers, deadline="6s", **LONG), shape=BIG)
@@ -350,7 +350,7 @@ def test_a27_killed_in_mid_read(others: bool) -> None:
         request = Request([b.llm], [*wanted[0], 0]).queue().look_up().allocate()
         assert request.offered == count
         loading = b.start(request.load)
-        until(lambda: proxy.bytes_down > BIG.frame, "bytes are under way")
+        until(lambda: proxy.bytes_down > BIG.frame, "bytes are under way")  # of four; the others come 2 s later
         begin = time.monotonic()
         child.kill()
         loading.result(30)

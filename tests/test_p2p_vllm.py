@@ -94,8 +94,7 @@ def test_the_peer_is_killed_in_mid_read(folder: Path, way: str) -> None:
     address = place("127.0.0.2")
     with Controller() as controller, FaultProxy(target(address)) as proxy:
         groups = {"controller": {"url": controller.url.replace("http", "ws", 1), "heartbeat": "500ms"}}
-        slow = {"bandwidth": "64KiB", "sockets": 1, "advertise": proxy.address}
-        with Vllm(folder / "a", node("a", address, peer=slow, **groups)) as first:
+        with Vllm(folder / "a", node("a", address, peer={"advertise": proxy.address}, **groups)) as first:
             assert first.ask(SOME).answers == {name: right[name] for name in SOME}
             first.quiet()
             where = {"peers": [proxy.address]} if way == "list" else {"controller": controller.url}
@@ -104,9 +103,12 @@ def test_the_peer_is_killed_in_mid_read(folder: Path, way: str) -> None:
             with Vllm(folder / "b", node("b", "127.0.0.3:0", tier, **groups)) as second:
                 second.ask({"warm up": list(range(10, 40))}, 1)
                 before = proxy.bytes_down
+                proxy.throttle(256 << 10)
                 asked = second.begin(SOME)
-                until(lambda: proxy.bytes_down > before + 16384, "bytes are under way")
+                until(lambda: proxy.bytes_down > before + (64 << 10), "bytes are under way")
                 kill_service(folder / "a")
+                proxy.drop()  # and what it had sent and nobody has received
+                proxy.throttle(0)
                 killed = time.monotonic()
                 there = asked.result(200)
                 assert time.monotonic() - killed < 100
