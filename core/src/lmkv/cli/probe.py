@@ -134,7 +134,7 @@ class _Trip:
             started.set()
             if backend.capabilities.read_only:  # its health is all that can be had: nobody has put anything there
                 sent.release("check")
-                result.remark = result.remark or "only reads"
+                result.remark = result.remark or "only reads: no frame was moved"
             else:
                 self._round_trip(backend, item._replace(object=sent), pool)
             if self.codec.seals:
