@@ -37,8 +37,8 @@ STEP_SECONDS: Final = 30.0
 FINISH_SECONDS: Final = 5.0
 GRACE_SECONDS: Final = 5.0
 """After the last word about a transfer, for what a client is filling still."""
-SHORT_GRACE_SECONDS: Final = 0.25
-"""The same for what nobody is filling: it was not stored, or lies in a longer frame."""
+SHORT_GRACE_SECONDS: Final = 2.0
+"""The same for what nobody is filling: it was not stored, lies in a longer frame, or its engine is very busy."""
 BATCH_BYTES: Final = 64 << 20
 MOST: Final = 1024
 """Transfers that may be open at a time."""
