@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PASSES: Final = ("plain", "pd", "again")
 _HEADINGS: Final = {"plain": "one vLLM", "pd": "prefill/\ndecode", "again": "the same\nagain"}
 _STACK: Final = {
-    "pool": {"size": "2GiB"},
+    "pool": {"size": "1GiB"},
     "tiers": [{"name": "ram", "backend": "cpu", "capacity": "100%"}],
 }
 
