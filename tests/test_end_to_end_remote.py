@@ -83,6 +83,7 @@ def test_two_engines_share_one_redis(place: Path, right: dict[str, list[int]]) -
         services_gone(place / "b")
 
 
+@pytest.mark.slow
 def test_disk_and_s3_through_restarts(place: Path, right: dict[str, list[int]]) -> None:
     """Three tiers; then without the disk; then with the disk below S3."""
     disk = {"name": "disk", "backend": "disk", "capacity": "64MiB", "options": {"path": str(place / "disk")}}

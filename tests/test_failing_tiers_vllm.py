@@ -123,6 +123,7 @@ def remote(place: Path, store: RemoteStore, names: set[str]) -> None:
         store.close()
 
 
+@pytest.mark.slow
 def test_redis(place: Path) -> None:
     remote(place, RedisStore(place / "redis"), QUICK)
 

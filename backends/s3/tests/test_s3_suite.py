@@ -63,6 +63,7 @@ class TestJuiceInParts(S3Suite):
     sizes = (1, 32767, 32768, 100_000, 1 << 20, (11 << 20) + 1)
 
 
+@pytest.mark.slow
 class TestMoto(S3Suite):
     where = "moto"
 

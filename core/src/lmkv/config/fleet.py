@@ -86,9 +86,7 @@ class ControllerConfig(Model):
         description="`ws://host:port` or, for TLS, `wss://host:port`; of several the next is tried when one does not"
         " answer. Default: no controller.",
     )
-    token: Secret = Field(
-        default=SecretStr(""), description="Bearer token of the role `node`; required off loopback."
-    )
+    token: Secret = Field(default=SecretStr(""), description="Bearer token of the role `node`; required off loopback.")
     ca: str | None = Field(
         default=None, description="File of the CA certificates that `wss` is checked with, PEM. Default: the system's."
     )
