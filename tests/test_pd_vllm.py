@@ -85,6 +85,7 @@ def test_two_engines_without_the_proxy(place: Path) -> None:
         assert not any(count for name, count in held.items() if name not in {"sessions", "pins"})
 
 
+@pytest.mark.slow
 def test_one_request_is_computed_here_and_decoded_there(place: Path) -> None:
     """What the decode engine says alone, where it may not use what it has, it says with the other's pages, too."""
     with pair(place, "tcp") as nodes:
