@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from storage_rig import FRAME, Client, namespace, storage
 
 from lmkv.config.peer import PeerConfig
-from lmkv.frame import frame_bytes
+from lmkv.frame import frame_bytes, seal
+from lmkv.peer.link import Frame
 from lmkv.peer.node import PeerNode
 from lmkv.plugins import PluginHost
 from lmkv.types import ChunkKey
@@ -125,3 +126,22 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
     while not condition():
         assert time.monotonic() < until
         await asyncio.sleep(0.005)
+
+
+def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
+    """Frames of what a node has, as they are pushed; each held until `drop`."""
+    found = []
+    for key in node.keys(keys):
+        entry = node.manager.index.entry(key)
+        assert entry is not None
+        obj = node.manager.stack.in_pool(entry, 0)
+        assert obj is not None
+        seal(obj.view, node.manager.stack.trailer(entry, 0))
+        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
+    return found
+
+
+def drop(frames: list[Frame]) -> None:
+    """Let go of what `sealed` gave."""
+    for frame in frames:
+        frame.object.release("get")

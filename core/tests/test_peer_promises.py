@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from peer_rig import SPACE, Clock, Peer, eventually, peer
+from peer_rig import SPACE, Clock, drop, eventually, peer, sealed
 from storage_rig import FRAME, chain
 from wild_rig import Wild, WildChannel
 
 from lmkv.errors import LmkvError
-from lmkv.frame import seal
 from lmkv.peer import line as lines
 from lmkv.peer import messages as m
 from lmkv.peer.connection import Connection
 from lmkv.peer.line import Line
-from lmkv.peer.link import Frame
 from lmkv.peer.transport import Region
 from lmkv.peer.wire import open_data
-
-if TYPE_CHECKING:
-    from lmkv.keys import KeyChain
 
 pytestmark = pytest.mark.anyio
 
@@ -30,23 +25,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
-    found = []
-    for key in node.keys(keys):
-        entry = node.manager.index.entry(key)
-        assert entry is not None
-        obj = node.manager.stack.in_pool(entry, 0)
-        assert obj is not None
-        seal(obj.view, node.manager.stack.trailer(entry, 0))
-        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
-    return found
-
-
-def drop(frames: list[Frame]) -> None:
-    for frame in frames:
-        frame.object.release("get")
 
 
 def data_socket(connection: Connection, number: int) -> Line:

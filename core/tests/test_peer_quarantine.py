@@ -6,22 +6,17 @@ import asyncio
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-from peer_rig import SPACE, Clock, Peer, eventually, peer
+from peer_rig import SPACE, Clock, drop, eventually, peer, sealed
 from storage_rig import FRAME, chain
 from wild_rig import Wild
 
 from lmkv.errors import LmkvError
-from lmkv.frame import seal
 from lmkv.peer import messages as m
-from lmkv.peer.link import Frame
 from lmkv.peer.transport import DeadlineError, Region, TransportError
 from lmkv.types import OutcomeKind
-
-if TYPE_CHECKING:
-    from lmkv.keys import KeyChain
 
 pytestmark = pytest.mark.anyio
 
@@ -29,23 +24,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
-    found = []
-    for key in node.keys(keys):
-        entry = node.manager.index.entry(key)
-        assert entry is not None
-        obj = node.manager.stack.in_pool(entry, 0)
-        assert obj is not None
-        seal(obj.view, node.manager.stack.trailer(entry, 0))
-        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
-    return found
-
-
-def drop(frames: list[Frame]) -> None:
-    for frame in frames:
-        frame.object.release("get")
 
 
 async def test_the_best_transport_is_used_both_ways() -> None:
