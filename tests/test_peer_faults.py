@@ -8,15 +8,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from peer_rig import KEY, SPACE, Clock, Peer, eventually, peer
+from peer_rig import KEY, SPACE, Clock, Peer, eventually, peer, sealed
 from proxy_rig import FaultProxy
 from server_rig import free_port
 from storage_rig import FRAME, chain
 
 from lmkv.errors import BackendError, ClosedError, FrameError, LmkvError
-from lmkv.frame import seal, verify
+from lmkv.frame import verify
 from lmkv.peer import messages as m
-from lmkv.peer.link import Frame
 from lmkv.peer.transport import Region, TransportError
 from lmkv.service import protocol as p
 from lmkv.types import MissReason, OutcomeKind
@@ -51,18 +50,6 @@ def space_of(page_bytes: int) -> Any:
     from storage_rig import namespace
 
     return namespace(page_bytes=page_bytes)
-
-
-def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
-    found = []
-    for key in node.keys(keys):
-        entry = node.manager.index.entry(key)
-        assert entry is not None
-        obj = node.manager.stack.in_pool(entry, 0)
-        assert obj is not None
-        seal(obj.view, node.manager.stack.trailer(entry, 0))
-        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
-    return found
 
 
 async def pulled(node: Peer, other: Peer | str, asked: list[Any], seconds: float) -> list[Any]:

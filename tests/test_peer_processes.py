@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from peer_rig import Peer, eventually, peer
+from peer_rig import eventually, peer, sealed
 from proxy_rig import FaultProxy
 from storage_rig import chain, namespace
 
 from lmkv.errors import LmkvError, PluginError
-from lmkv.frame import frame_bytes, seal, verify
-from lmkv.peer.link import Frame
+from lmkv.frame import frame_bytes, verify
 from lmkv.plugins import PluginHost
 from lmkv.types import OutcomeKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lmkv.keys import KeyChain
 
 pytestmark = pytest.mark.anyio
 PAGE = 4 << 20
@@ -71,18 +69,6 @@ def needs(transport: str) -> None:
 
 def node(name: str = "a", **settings: Any) -> Any:
     return peer(name, ram=8 * FRAME, space=SPACE, **settings)
-
-
-def sealed(one: Peer, keys: KeyChain) -> list[Frame]:
-    found = []
-    for key in one.keys(keys):
-        entry = one.manager.index.entry(key)
-        assert entry is not None
-        obj = one.manager.stack.in_pool(entry, 0)
-        assert obj is not None
-        seal(obj.view, one.manager.stack.trailer(entry, 0))
-        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
-    return found
 
 
 @pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=pytest.mark.slow)])
