@@ -19,7 +19,7 @@ from lmkv.peer.threads import to_the_end
 from lmkv.peer.transport import Region, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.memory import MemoryObject
     from lmkv.peer.incoming import Incoming
@@ -30,6 +30,8 @@ log = logging.getLogger("lmkv.peer")
 
 CREW: Final = 2
 """Threads that seal and verify frames for peers."""
+GRACE_SECONDS: Final = 2.0
+"""A transfer that hardware, or the kernel, has begun within the time that was promised ends so soon after it."""
 QUEUE: Final = 64
 """Leases that may wait for their turn; more are refused."""
 Result = TypeVar("Result")
@@ -108,6 +110,28 @@ class Hall:
             for transport in self.transports.values()
             if remote or not transport.remote_memory
         )
+
+    def give_back(
+        self,
+        session: PeerSession,
+        number: int,
+        objects: Sequence[MemoryObject],
+        owner: str,
+        until: float,
+        *,
+        done: bool,
+    ) -> None:
+        """Memory that a peer was granted until `until` and is no longer: to the pool, if nothing touches it.
+
+        `done`: the peer says that it does not. What it has read whole a thread may be about to leave still.
+        """
+        read = done and owner == "get"
+        if read or not any(self.touched(session.number, obj, said=done) for obj in objects):
+            for obj in objects:
+                obj.release(owner)
+        else:
+            until = until + GRACE_SECONDS if session.touches else 0.0
+            self.quarantine.take(session.number, number, objects, owner, until=until, said=done)
 
     async def turn(self, seconds: float) -> None:
         """Wait until more may be served to others.

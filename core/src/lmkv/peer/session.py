@@ -10,13 +10,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from lmkv.errors import BackendError, ClosedError, ConfigError, ProtocolError
+from lmkv.errors import ClosedError, ProtocolError
 from lmkv.frame import seal
-from lmkv.peer import filling
 from lmkv.peer import messages as m
 from lmkv.peer.compare import compare
+from lmkv.peer.reservations import Reservations
 from lmkv.storage.driver import QUEUED
-from lmkv.storage.filling import check_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -25,15 +24,12 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.peer.hall import Hall
     from lmkv.storage.index import Entry
-    from lmkv.storage.leases import Slot
 
 log = logging.getLogger("lmkv.peer")
 
 LENT_SHARE: Final = 4
 """What all peers together have leased is no more than such a part of the pool: the engine needs the rest."""
 
-GRACE_SECONDS: Final = 2.0
-"""A transfer that hardware, or the kernel, has begun within the time that was promised ends so soon after it."""
 READ_BYTES: Final = 1 << 30
 """In a second: where hardware reads more slowly, or not at all, it is not this node that is busy."""
 
@@ -43,12 +39,6 @@ class _Lent(NamedTuple):
     objects: list[MemoryObject]
     expires: float
     begun: float
-
-
-class _Awaited(NamedTuple):
-    slots: list[Slot]
-    expires: float
-    transfer: str
 
 
 class PeerSession:
@@ -66,24 +56,24 @@ class PeerSession:
         self.peer = peer
         self.holds: dict[int, list[MemoryObject]] = {}
         """As `lmkv.storage.manager.Client`: what is leased."""
-        self.reservations: dict[int, list[Slot]] = {}
-        """As `lmkv.storage.manager.Client`: what is being filled."""
         self.closed = False
         self._hall = hall
         self._manager = hall.manager
         self._stack = hall.manager.stack
         self.touches = touches
         self._lent: dict[int, _Lent] = {}
-        self._awaited: dict[int, _Awaited] = {}
+        self._pushed = Reservations(hall, self)
+        self.reservations = self._pushed.slots
+        """As `lmkv.storage.manager.Client`: what is being filled."""
         self._manager.sessions.add(self)
         self._verbs: dict[type[m.PeerMessage], Callable[..., m.Reply | Awaitable[m.Reply] | None]] = {
             m.Agree: self._agree,
             m.Has: self._has,
             m.Lease: self._lease,
             m.Release: self._release,
-            m.Reserve: self._reserve,
-            m.Commit: self._commit,
-            m.Abort: self._abort,
+            m.Reserve: self._pushed.reserve,
+            m.Commit: self._pushed.commit,
+            m.Abort: self._pushed.abort,
             m.Admit: self._admit,
             m.Finish: self._finish,
             m.Await: self._await,
@@ -104,9 +94,7 @@ class PeerSession:
         for number in [n for n, lent in self._lent.items() if lent.expires <= now]:
             self._end_lease(number, done=False)
             self._hall.metrics.inc("lmkv_peer_expired_total", what="lease")
-        for number in [n for n, awaited in self._awaited.items() if awaited.expires <= now]:
-            self._give_up(number, done=False)
-            self._hall.metrics.inc("lmkv_peer_expired_total", what="reservation")
+        self._pushed.expire(now)
 
     def close(self) -> None:
         """The peer has gone: everything that it held ends. Idempotent."""
@@ -116,8 +104,7 @@ class PeerSession:
         self._hall.grants.forget(self.number)
         for number in list(self._lent):
             self._end_lease(number, done=False)
-        for number in list(self._awaited):
-            self._give_up(number, done=False)
+        self._pushed.close()
         self._manager.sessions.discard(self)
         self._hall.left(self)
 
@@ -260,109 +247,10 @@ class PeerSession:
         hall.grants.revoke(self.number, number)
         if self.touches:  # nobody has asked the pace while it was read
             hall.pace(nbytes, min(hall.clock() - lent.begun, nbytes / READ_BYTES))
-        self._give_back(number, lent.objects, "get", lent.expires, done=done)
+        hall.give_back(self, number, lent.objects, "get", lent.expires, done=done)
         for entry in lent.entries:
             entry.let_go()
         self._stack.settle_all(lent.entries)
-
-    # --- push --------------------------------------------------------------------------------------------------------
-
-    def _reserve(self, message: m.Reserve) -> m.Reserved:
-        namespace = self._manager.index.registered(m.check_namespace(message.namespace))
-        if not 0 <= message.shard < namespace.shards:
-            raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
-        if self._stack.ram is None:
-            raise ConfigError("this node has no RAM tier: nothing can be pushed to it", kind="no-ram")
-        if len(message.frames) > m.MAX_FRAMES:
-            raise ProtocolError(f"a reservation of {len(message.frames)} frames; at most {m.MAX_FRAMES}")
-        check_frames(namespace, message.frames)  # all of them before any gets memory
-        memory = self._hall.incoming.memory(message.transfer, self)
-        number = self._manager.holdings.number()
-        slots: list[Slot] = []
-        offsets: list[int] = []
-        for frame in message.frames:
-            slot = filling.begin(namespace, message.shard, number, frame, memory)
-            if isinstance(slot, int):
-                offsets.append(slot)
-            else:
-                offsets.append(slot.object.offset)
-                slots.append(slot)
-        lengths = tuple(filling.frame_size(namespace, message.shard, frame.pages) for frame in message.frames)
-        if message.transfer:
-            self._hall.incoming.hold(message.transfer, [namespace.entries.get(f.digest) for f in message.frames])
-        seconds = self._hall.seconds
-        if not slots:
-            return m.Reserved(0, tuple(offsets), lengths, seconds)
-        self._awaited[number] = _Awaited(slots, self._hall.clock() + seconds, message.transfer)
-        self.reservations[number] = slots
-        self._hall.grants.open(self.number, number, [(s.object.offset, s.object.nbytes) for s in slots])
-        return m.Reserved(number, tuple(offsets), lengths, seconds)
-
-    async def _commit(self, message: m.Commit) -> m.Committed:
-        awaited = self._awaited.pop(message.reservation, None)
-        if awaited is None:
-            self._hall.quarantine.done(self.number, message.reservation)
-            raise BackendError(f"there is no reservation {message.reservation}: it has expired", kind="expired")
-        slots = awaited.slots
-        self._hall.grants.revoke(self.number, message.reservation)
-        failed = set(message.failed)
-        # What a thread still writes would be another frame after it has been verified.
-        whys = ["not written" if i in failed else self._written(slot) for i, slot in enumerate(slots)]
-        came = [slot for slot, why in zip(slots, whys, strict=True) if not why]
-        try:
-            found = iter(await self._hall.in_thread(lambda: filling.inspect(came)))
-            outcomes = [why or next(found) for why in whys]
-        except BaseException:
-            outcomes = ["not verified"] * len(slots)
-            raise
-        finally:
-            self.reservations.pop(message.reservation, None)
-            outcomes = self._ended(message.reservation, awaited, outcomes)
-        pushed = [slot for slot, why in zip(slots, outcomes, strict=True) if not why]
-        self._hall.count("in", sum(slot.object.nbytes for slot in pushed))
-        self._hall.incoming.arrived(awaited.transfer, pushed)
-        for why in filter(None, outcomes):
-            log.warning("peer %s pushed a frame that was not taken: %s", self.peer, why, extra={"key": "peer-frame"})
-            self._hall.metrics.inc("lmkv_peer_errors_total", kind="frame")
-        return m.Committed(tuple(outcomes))
-
-    def _written(self, slot: Slot) -> str:
-        return "still being written" if self._hall.touched(self.number, slot.object, said=True) else m.COMMITTED
-
-    def _ended(self, number: int, awaited: _Awaited, outcomes: Sequence[str]) -> list[str]:
-        ended = filling.end(self._manager, awaited.slots, outcomes)
-        failed = [slot.object for slot, why in zip(awaited.slots, ended, strict=True) if why]
-        self._give_back(number, failed, "fill", awaited.expires, done=True)
-        self._stack.room.more()
-        return ended
-
-    def _abort(self, message: m.Abort) -> None:
-        if message.reservation in self._awaited:
-            self._give_up(message.reservation, done=message.done)
-        elif message.done:
-            self._hall.quarantine.done(self.number, message.reservation)
-
-    def _give_up(self, number: int, *, done: bool) -> None:
-        """A reservation ends unfilled."""
-        awaited = self._awaited.pop(number)
-        del self.reservations[number]
-        self._hall.grants.revoke(self.number, number)
-        filling.end(self._manager, awaited.slots, ["given up"] * len(awaited.slots))
-        self._give_back(number, [slot.object for slot in awaited.slots], "fill", awaited.expires, done=done)
-        self._stack.room.more()
-
-    def _give_back(self, number: int, objects: Sequence[MemoryObject], owner: str, until: float, *, done: bool) -> None:
-        """Memory that the peer was granted and is no longer: to the pool, if nothing touches it.
-
-        `done`: the peer says that it does not. What it has read whole a thread may be about to leave still.
-        """
-        hall = self._hall
-        read = done and owner == "get"
-        if read or not any(hall.touched(self.number, obj, said=done) for obj in objects):
-            _release(objects, owner)
-        else:
-            until = until + GRACE_SECONDS if self.touches else 0.0
-            hall.quarantine.take(self.number, number, objects, owner, until=until, said=done)
 
     # --- transfers ---------------------------------------------------------------------------------------------------
 
@@ -386,7 +274,7 @@ def _bytes(objects: Sequence[MemoryObject | None]) -> int:
     return sum(obj.nbytes for obj in objects if obj is not None)
 
 
-def _release(objects: Sequence[MemoryObject | None], owner: str = "get") -> None:
+def _release(objects: Sequence[MemoryObject | None]) -> None:
     for obj in objects:
         if obj is not None:
-            obj.release(owner)
+            obj.release("get")
