@@ -133,7 +133,7 @@ def test_a43_lengths_are_refused_before_anything_is_allocated() -> None:
     with pytest.raises(ProtocolError, match="bytes of digests"):
         m.split_digests(b"x" * 33)
     with pytest.raises(ProtocolError, match="bytes of digests"):
-        m.split_digests(DIGEST * (m.MAX_FRAMES + 1))
+        m.split_digests(DIGEST * (m.MAX_DIGESTS + 1))
     with pytest.raises(ProtocolError, match="the limit is"):
         wire.encode(1, m.Has(SPACE.id, b"x" * (m.MAX_MESSAGE + 1)))
 

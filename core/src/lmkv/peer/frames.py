@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from lmkv.peer.messages import MAX_FRAMES, MAX_PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -10,11 +12,11 @@ if TYPE_CHECKING:
     from lmkv.memory import MemoryObject
     from lmkv.types import ChunkKey
 
-BATCH_FRAMES: Final = 512
-HEAD_BYTES: Final = 2 << 20
-"""Of page prefixes in one `Reserve`."""
 BATCH_BYTES: Final = 16 << 20
 """Of frames, about, in one `Reserve`: some are verified there while others are written."""
+
+
+Item = TypeVar("Item")
 
 
 class Frame(NamedTuple):
@@ -35,9 +37,14 @@ def batches(frames: Sequence[Frame]) -> list[list[int]]:
         of = (frame.key.namespace, frame.key.shard)
         batch, heads, nbytes = filling.get(of, ([], 0, 0))
         heads += len(frame.prefixes)
-        if not batch or len(batch) >= BATCH_FRAMES or heads > HEAD_BYTES or nbytes >= BATCH_BYTES:
+        if not batch or len(batch) >= MAX_FRAMES or heads > MAX_PREFIXES or nbytes >= BATCH_BYTES:
             batch, heads, nbytes = [], len(frame.prefixes), 0
             batches.append(batch)
         batch.append(i)
         filling[of] = (batch, heads, nbytes + frame.object.nbytes)
     return batches
+
+
+def portions(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
+    """`items` in order, in runs of at most `most`; of none there is one empty run."""
+    return [items[at : at + most] for at in range(0, len(items) or 1, most)]

@@ -16,7 +16,7 @@ from lmkv.errors import ClosedError, LmkvError, ProtocolError
 from lmkv.peer import messages as m
 from lmkv.peer.channels import Channels
 from lmkv.peer.connection import Connection, open_connection
-from lmkv.peer.frames import Frame, batches
+from lmkv.peer.frames import Frame, batches, portions
 from lmkv.peer.transport import Region, TransportError
 from lmkv.peer.wire import shown
 from lmkv.types import FAILED, MISS, OK, REJECTED
@@ -95,11 +95,17 @@ class PeerLink:
 
         And how many seconds a pull would wait for its turn.
         """
-        reply = await self._expect(m.Has(namespace, b"".join(digests), below), m.Holds, until)
-        holds = cast("m.Holds", reply)
-        if len(holds.bitmap) != (len(digests) + 7) // 8:
-            raise ProtocolError(f"peer {self.address}: a bitmap of {len(holds.bitmap)} bytes for {len(digests)} chunks")
-        return [bool(holds.bitmap[i >> 3] >> (i & 7) & 1) for i in range(len(digests))], max(0.0, holds.wait)
+        held: list[bool] = []
+        wait = 0.0
+        for part in portions(digests, m.MAX_DIGESTS):
+            reply = await self._expect(m.Has(namespace, b"".join(part), below), m.Holds, until)
+            holds = cast("m.Holds", reply)
+            if len(holds.bitmap) != (len(part) + 7) // 8:
+                text = f"peer {self.address}: a bitmap of {len(holds.bitmap)} bytes for {len(part)} chunks"
+                raise ProtocolError(text)
+            held += [bool(holds.bitmap[i >> 3] >> (i & 7) & 1) for i in range(len(part))]
+            wait = max(0.0, holds.wait)
+        return held, wait
 
     # --- pull --------------------------------------------------------------------------------------------------------
 
@@ -112,6 +118,19 @@ class PeerLink:
         They are *not* verified: the caller does that, as a tier does. Memory is not touched after the return.
         All keys are of one namespace. `bring`: also what the peer has in slower tiers only.
         """
+        digests = list(dict.fromkeys(key.digest for key in keys))
+        shards = len({key.shard for key in keys})
+        outcomes: dict[int, Outcome] = {}
+        for part in map(set, portions(digests, max(1, m.MAX_FRAMES // shards))):
+            chosen = [i for i, key in enumerate(keys) if key.digest in part]
+            came = await self._pull([keys[i] for i in chosen], [into[i] for i in chosen], until, bring=bring)
+            outcomes.update(zip(chosen, came, strict=True))
+        return [outcomes[i] for i in range(len(keys))]
+
+    async def _pull(
+        self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject], until: float, *, bring: bool
+    ) -> list[Outcome]:
+        """What one lease gives."""
         digests = list(dict.fromkeys(key.digest for key in keys))
         shards = sorted({key.shard for key in keys})
         left = max(0.0, until - time.monotonic())

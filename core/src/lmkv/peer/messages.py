@@ -9,7 +9,7 @@ Digests travel as one blob of 32-byte values. Offsets are bytes from the start o
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -17,12 +17,16 @@ from lmkv.errors import ProtocolError
 from lmkv.types import DIGEST_BYTES, NAMESPACE_BYTES
 
 VERSION: Final = 1
-MAX_MESSAGE: Final = 8 << 20
+MAX_MESSAGE: Final = 4 << 20
 """Bytes. A longer length prefix closes the connection before anything is allocated."""
 HELLO_LIMIT: Final = 64 << 10
 """The same before the handshake is over."""
-MAX_FRAMES: Final = 1 << 14
-"""Frames (digest and shard) in one message, at most."""
+MAX_FRAMES: Final = 512
+"""Frames (digest and shard) in one message, at most: what is done for it keeps the loop from others."""
+MAX_DIGESTS: Final = 4096
+"""Digests in one question, at most."""
+MAX_PREFIXES: Final = 2 << 20
+"""Bytes of page prefixes in one message, at most."""
 MAX_NAME: Final = 128
 """Characters of a node's name or a transfer's."""
 MAX_TRANSPORTS: Final = 16
@@ -39,6 +43,10 @@ REJECTED: Final = -2
 
 COMMITTED: Final = ""
 """Outcome in `Committed`: the frame has verified and is in the index. Any other text says why it is not."""
+
+
+Numbers: TypeAlias = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_FRAMES)]
+"""One for each frame."""
 
 
 class PeerMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -157,7 +165,7 @@ class Lease(PeerMessage, frozen=True):
 
     namespace: bytes
     digests: bytes
-    shards: tuple[int, ...]
+    shards: Numbers
     seconds: float
     bring: bool = False
     """Also what lies below RAM only: it is loaded first."""
@@ -170,8 +178,8 @@ class Leased(PeerMessage, frozen=True):
 
     lease: int
     """0: nothing is held."""
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Numbers
+    lengths: Numbers
     """Bytes of each whole frame; 0 if absent."""
     seconds: float
     """Until the lease ends by itself, from before it was asked for on."""
@@ -205,7 +213,7 @@ class Reserve(PeerMessage, frozen=True):
     """Admitted before, or empty: whatever room there is."""
     namespace: bytes
     shard: int
-    frames: tuple[NewFrame, ...]
+    frames: Annotated[tuple[NewFrame, ...], msgspec.Meta(max_length=MAX_FRAMES)]
 
 
 class Reserved(PeerMessage, frozen=True):
@@ -213,8 +221,8 @@ class Reserved(PeerMessage, frozen=True):
 
     reservation: int
     """Names the whole batch; 0 when no frame got memory."""
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: Numbers
+    lengths: Numbers
     seconds: float
     """Until it ends by itself, from before it was asked for on. Nothing may be written later."""
 
@@ -226,13 +234,13 @@ class Commit(PeerMessage, frozen=True):
     """
 
     reservation: int
-    failed: tuple[int, ...] = ()
+    failed: Numbers = ()
 
 
 class Committed(PeerMessage, frozen=True):
     """Answer to `Commit`: an outcome (see `COMMITTED`) for each frame that had got memory, in order."""
 
-    outcomes: tuple[str, ...]
+    outcomes: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_FRAMES)]
 
 
 class Abort(PeerMessage, frozen=True):
@@ -317,8 +325,8 @@ Reply = (
 
 def split_digests(blob: bytes) -> list[bytes]:
     """A blob of digests as a list; `ProtocolError` when it is none, or too long."""
-    if len(blob) % DIGEST_BYTES or len(blob) > MAX_FRAMES * DIGEST_BYTES:
-        raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each")
+    if len(blob) % DIGEST_BYTES or len(blob) > MAX_DIGESTS * DIGEST_BYTES:
+        raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each; at most {MAX_DIGESTS} of them")
     return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
 
