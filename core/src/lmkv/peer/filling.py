@@ -11,7 +11,7 @@ from lmkv.errors import FrameError
 from lmkv.frame import frame_bytes, verify
 from lmkv.peer import messages as m
 from lmkv.storage.coding import IDENTITY
-from lmkv.storage.filling import covered, ended
+from lmkv.storage.filling import ended
 from lmkv.storage.leases import Slot
 
 if TYPE_CHECKING:
@@ -29,17 +29,15 @@ def frame_size(namespace: NamespaceIndex, shard: int, pages: int) -> int:
 
 def begin(
     namespace: NamespaceIndex, shard: int, number: int, frame: m.NewFrame, memory: Callable[[int], MemoryObject | None]
-) -> Slot | int:
-    """Memory for a frame (checked before) of reservation `number`, or `PRESENT`, or `REJECTED`.
+) -> Slot | None:
+    """Memory for a frame (checked before, and not `covered`) of reservation `number`, or None: there is no room.
 
     `memory` gives so many bytes under the owner word ``fill``, counted in `Room.filling`, or None.
     """
-    if covered(namespace, shard, frame):
-        return m.PRESENT
     nbytes = frame_size(namespace, shard, frame.pages)
     obj = memory(nbytes)
     if obj is None:
-        return m.REJECTED
+        return None
     entry = namespace.add(frame.digest, frame.parent, frame.pages, frame.prefixes)
     entry.part(shard, nbytes).filling = number
     return Slot(entry, shard, obj)

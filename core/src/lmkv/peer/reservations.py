@@ -5,28 +5,75 @@ Lives on the storage loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lmkv.errors import BackendError, ConfigError, ProtocolError
 from lmkv.peer import filling
 from lmkv.peer import messages as m
-from lmkv.storage.filling import check_frames
+from lmkv.peer.frames import portions
+from lmkv.storage.filling import check_frames, covered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from lmkv.memory import MemoryObject
     from lmkv.peer.hall import Hall
     from lmkv.peer.session import PeerSession
+    from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Slot
 
 log = logging.getLogger("lmkv.peer")
+
+PART_FRAMES: Final = 64
+"""For which memory is taken without a turn for others."""
 
 
 class _Awaited(NamedTuple):
     slots: list[Slot]
     expires: float
     transfer: str
+
+
+class _Batch:
+    """Frames that are being reserved."""
+
+    def __init__(self, namespace: NamespaceIndex, shard: int, number: int) -> None:
+        self.namespace = namespace
+        self.number = number
+        self.offsets: list[int] = []
+        self.slots: list[Slot] = []
+        self._shard = shard
+        self._kept: dict[Entry, None] = {}
+
+    def keep(self, frames: Iterable[m.NewFrame]) -> None:
+        """What is there of them stays until `let_go`: no frame of the batch gets its memory."""
+        for frame in frames:
+            self._keep(frame)
+
+    def _keep(self, frame: m.NewFrame) -> bool:
+        entry = covered(self.namespace, self._shard, frame)
+        if entry is not None and entry not in self._kept:
+            entry.hold()
+            self._kept[entry] = None
+        return entry is not None
+
+    def take(self, frame: m.NewFrame, memory: Callable[[int], MemoryObject | None]) -> None:
+        """Memory for one of them, if it is not there and there is room."""
+        if self._keep(frame):
+            self.offsets.append(m.PRESENT)
+            return
+        slot = filling.begin(self.namespace, self._shard, self.number, frame, memory)
+        self.offsets.append(m.REJECTED if slot is None else slot.object.offset)
+        if slot is not None:
+            self.slots.append(slot)
+
+    def let_go(self) -> list[Entry]:
+        """What was kept; settling it is the caller's."""
+        for entry in self._kept:
+            entry.let_go()
+        return list(self._kept)
 
 
 class Reservations:
@@ -55,37 +102,51 @@ class Reservations:
         for number in list(self._awaited):
             self._give_up(number, done=False)
 
-    def reserve(self, message: m.Reserve) -> m.Reserved:
-        """See `Reserve`."""
+    async def reserve(self, message: m.Reserve) -> m.Reserved:
+        """See `Reserve`. Others have their turn between parts of a large one; it may end meanwhile, as it may later."""
         namespace = self._manager.index.registered(m.check_namespace(message.namespace))
         if not 0 <= message.shard < namespace.shards:
             raise ProtocolError(f"shard {message.shard} of a namespace with {namespace.shards} shards")
         if self._stack.ram is None:
             raise ConfigError("this node has no RAM tier: nothing can be pushed to it", kind="no-ram")
-        if len(message.frames) > m.MAX_FRAMES:
-            raise ProtocolError(f"a reservation of {len(message.frames)} frames; at most {m.MAX_FRAMES}")
+        if sum(len(frame.prefixes) for frame in message.frames) > m.MAX_PREFIXES:
+            raise ProtocolError(f"more than {m.MAX_PREFIXES} bytes of page prefixes")
         check_frames(namespace, message.frames)  # all of them before any gets memory
-        memory = self._hall.incoming.memory(message.transfer, self._session)
-        number = self._manager.holdings.number()
-        slots: list[Slot] = []
-        offsets: list[int] = []
-        for frame in message.frames:
-            slot = filling.begin(namespace, message.shard, number, frame, memory)
-            if isinstance(slot, int):
-                offsets.append(slot)
-            else:
-                offsets.append(slot.object.offset)
-                slots.append(slot)
+        number, seconds = self._manager.holdings.number(), self._hall.seconds
+        batch = _Batch(namespace, message.shard, number)
+        self._awaited[number] = _Awaited(batch.slots, self._hall.clock() + seconds, message.transfer)
+        self.slots[number] = batch.slots
+        batch.keep(message.frames)
+        try:
+            for part in portions(message.frames, PART_FRAMES):
+                if batch.offsets:
+                    await asyncio.sleep(0)
+                self._take(part, batch, message.transfer)
+        except BaseException:
+            if number in self._awaited:
+                self._give_up(number, done=True)
+            raise
+        finally:
+            self._stack.settle_all(batch.let_go())
         lengths = tuple(filling.frame_size(namespace, message.shard, frame.pages) for frame in message.frames)
-        if message.transfer:
-            self._hall.incoming.hold(message.transfer, [namespace.entries.get(f.digest) for f in message.frames])
-        seconds = self._hall.seconds
-        if not slots:
-            return m.Reserved(0, tuple(offsets), lengths, seconds)
-        self._awaited[number] = _Awaited(slots, self._hall.clock() + seconds, message.transfer)
-        self.slots[number] = slots
-        self._hall.grants.open(self._session.number, number, [(s.object.offset, s.object.nbytes) for s in slots])
-        return m.Reserved(number, tuple(offsets), lengths, seconds)
+        if not batch.slots:
+            del self._awaited[number], self.slots[number]
+            return m.Reserved(0, tuple(batch.offsets), lengths, seconds)
+        ranges = [(slot.object.offset, slot.object.nbytes) for slot in batch.slots]
+        self._hall.grants.open(self._session.number, number, ranges)
+        return m.Reserved(number, tuple(batch.offsets), lengths, seconds)
+
+    def _take(self, frames: Sequence[m.NewFrame], batch: _Batch, transfer: str) -> None:
+        """Memory for some frames of a batch."""
+        if batch.number not in self._awaited:
+            raise BackendError("the reservation has ended before it was made", kind="expired")
+        check_frames(batch.namespace, frames)  # others may have come since
+        memory = self._hall.incoming.memory(transfer, self._session)
+        for frame in frames:
+            batch.take(frame, memory)
+        if transfer:
+            entries = [batch.namespace.entries.get(frame.digest) for frame in frames]
+            self._hall.incoming.hold(transfer, entries)
 
     async def commit(self, message: m.Commit) -> m.Committed:
         """See `Commit`."""

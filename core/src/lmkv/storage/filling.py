@@ -14,7 +14,7 @@ from lmkv.types import DIGEST_BYTES, MissReason
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from lmkv.storage.index import NamespaceIndex
+    from lmkv.storage.index import Entry, NamespaceIndex
     from lmkv.storage.leases import Slot
     from lmkv.storage.stack import Stack
 
@@ -55,19 +55,19 @@ def check_frames(namespace: NamespaceIndex, frames: Iterable[NewFrame]) -> None:
             raise ProtocolError(f"a frame of {pages} pages under a digest that names {entry.pages}")
 
 
-def covered(namespace: NamespaceIndex, shard: int, frame: NewFrame) -> bool:
-    """The frame is there or being filled; or it is a tail, and a longer frame has all of it."""
+def covered(namespace: NamespaceIndex, shard: int, frame: NewFrame) -> Entry | None:
+    """What makes the frame needless: its own entry, there or being filled, or for a tail a longer one that has it."""
     entry = namespace.entries.get(frame.digest)
     part = None if entry is None else entry.shards.get(shard)
     if part is not None and (part.present or part.filling):
-        return True
+        return entry
     if frame.pages >= namespace.chunk_pages:
-        return False
+        return None
     prefixes = [frame.prefixes[at : at + DIGEST_BYTES] for at in range(0, len(frame.prefixes), DIGEST_BYTES)]
-    return any(
-        (held := longer.shards.get(shard)) is not None and held.present
-        for longer in namespace.longer(prefixes, frame.digest)
-    )
+    for longer in namespace.longer(prefixes, frame.digest):
+        if (held := longer.shards.get(shard)) is not None and held.present:
+            return longer
+    return None
 
 
 def ended(stack: Stack, slots: Sequence[Slot], filled: Collection[Slot], *, sealed: bool = False) -> None:
