@@ -37,6 +37,7 @@ class Mode:
     delay: float = 0.0
     rate: float = 0.0
     silent: bool = False
+    mute: bool = False
     resets: bool = False
     garbage: bool = False
     left: int | None = None
@@ -85,6 +86,10 @@ class FaultProxy:
     def silence(self) -> None:
         """Connections are accepted and every byte is swallowed. `heal` closes those that have lost bytes."""
         self._become(lambda: Mode(silent=True))
+
+    def mute(self) -> None:
+        """The target gets everything, clients no answer. `heal` closes connections that have lost bytes."""
+        self._become(lambda: Mode(mute=True))
 
     def reset(self) -> None:
         """RST for every open connection now, and for new ones as soon as they say something."""
@@ -300,7 +305,7 @@ class _Link:
             await asyncio.sleep(max(0.0, due - loop.time()))
             await self.proxy.pass_on(way, len(piece))
             mode = self.proxy.mode
-            if mode.silent and piece:
+            if piece and (mode.silent or (mode.mute and way == "down")):
                 self.spoilt = True
                 continue
             last = not piece

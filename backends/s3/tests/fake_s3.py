@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -45,6 +46,7 @@ class FakeS3:
         script: asked before each request; returns a status to refuse with, or None. It may sleep.
         ranges: whether it takes them.
         etags: whether it sends them.
+        written: when all objects were, if it is to say so.
     """
 
     def __init__(self, certificates: Certificates | None = None) -> None:
@@ -54,6 +56,7 @@ class FakeS3:
         self.ranges = True
         self.etags = True
         self.chunked = False
+        self.written: float | None = None
         self.hang = threading.Event()
         """Set: requests are taken and not answered."""
         self.connections = 0
@@ -163,7 +166,10 @@ class _Requests(BaseHTTPRequestHandler):
         self._answer(204)
 
     def _head(self, name: str, query: dict[str, Any], body: bytes) -> None:
-        self._answer(200 if not name or name in self.server_of.objects else 404)
+        written = self.server_of.written
+        dated = {} if written is None else {"Last_Modified": formatdate(written, usegmt=True)}
+        data = b"" if not name else self.server_of.objects.get(name)
+        self._answer(404 if data is None else 200, data or b"", **dated)
 
     def _post(self, name: str, query: dict[str, Any], body: bytes) -> None:
         for key in re.findall(r"<Key>(.*?)</Key>", body.decode()):

@@ -7,22 +7,30 @@ import http.client
 import random
 import threading
 import time
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.errors import ClosedError
 from lmkv_backend_s3.client import make_client
-from lmkv_backend_s3.refusals import StoreError, explained
+from lmkv_backend_s3.refusals import AbsentError, StoreError, explained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import TypeVar
 
+    from lmkv_backend_s3.line import Payload
     from lmkv_backend_s3.options import S3Options
 
     T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.05
 LONGEST_PAUSE: Final = 2.0
+LOOK_SECONDS: Final = 0.5
+"""Of the time left for a write, kept for a look whether it was done although no answer came."""
+LOOK_SHARE: Final = 5
+"""Of a short time, a part of it."""
+CLOCK_SECONDS: Final = 2.0
+"""By which the times of an object and of an answer may be off: both are whole seconds, maybe of two machines."""
 
 
 class Fetched(NamedTuple):
@@ -42,6 +50,15 @@ class Fetched(NamedTuple):
     def is_part(self, nbytes: int, total: int, version: str) -> bool:
         """Whether it is so many bytes of that object."""
         return (self.nbytes, self.total, self.version) == (nbytes, total, version)
+
+
+class Made(NamedTuple):
+    """An object that a request is to make."""
+
+    key: str
+    nbytes: int
+    since: float
+    """When (on the monotonic clock) the first request about it went out: S3 dates a multipart upload from there."""
 
 
 class Bucket:
@@ -93,6 +110,29 @@ class Bucket:
         """A part of a multipart upload."""
         return self.ask("upload_part", until, Key=key, **self._for_reads, **params)
 
+    def put(self, key: str, body: Payload, until: float) -> None:
+        """Write an object in one piece. Done also where the answer is lost and a look finds the object."""
+        made = Made(key, len(body), time.monotonic())
+        self._finish("put_object", made, until, Body=body, **self._for_writes)
+
+    def complete(self, made: Made, upload: str, parts: Sequence[dict[str, Any]], until: float) -> None:
+        """End a multipart upload. Done also where the answer is lost and a look finds the object."""
+        self._finish("complete_multipart_upload", made, until, UploadId=upload, MultipartUpload={"Parts": parts})
+
+    def has(self, made: Made, until: float) -> bool:
+        """Whether that object is there, and no older one of the same length; False where that cannot be told."""
+        try:
+            answer = self.ask("head_object", until, Key=made.key, **self._for_reads)
+        except (AbsentError, StoreError):
+            return False
+        now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        written = answer.get("LastModified")
+        if now and written:  # both by the store's clock
+            age = parsedate_to_datetime(now).timestamp() - written.timestamp()
+            if age > time.monotonic() - made.since + CLOCK_SECONDS:
+                return False
+        return answer.get("ContentLength") == made.nbytes
+
     def exists(self, key: str, until: float) -> bool:
         """Whether there is such an object. A store that lets nobody list answers 403 instead of 404: that is raised."""
         self.ask("head_object", until, Key=key, **self._for_reads)
@@ -128,6 +168,26 @@ class Bucket:
         self._closed.set()
         self._transport.close()
 
+    def _finish(self, operation: str, made: Made, until: float, **params: Any) -> None:
+        """The request by which an object comes to be; where its answer is lost, a look whether it is there."""
+        method: Callable[..., dict[str, Any]] = getattr(self._client, operation)
+        sent = False
+
+        def attempt() -> None:
+            nonlocal sent
+            try:
+                with self._transport.exchange(until - _reserve(until)) as exchange:
+                    try:
+                        method(Bucket=self.name, Key=made.key, **params)
+                    finally:
+                        sent = sent or exchange.sent
+            except Exception as e:
+                doubtful = sent and _is_doubtful(explained(operation, e))
+                if not (doubtful and self.has(made, min(until, time.monotonic() + LOOK_SECONDS))):
+                    raise
+
+        self._persist(operation, attempt, until)
+
     # --- patience ----------------------------------------------------------------------------------------------------
 
     def _persist(self, operation: str, attempt: Callable[[], T], until: float) -> T:
@@ -155,6 +215,16 @@ class Bucket:
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise ClosedError(f"tier {self._tier!r} is closed")
+
+
+def _is_doubtful(problem: Exception) -> bool:
+    """Whether the store may have done it all the same: no answer came, or there is no such upload (any more)."""
+    return isinstance(problem, StoreError) and problem.code in {"timeout", "unreachable", "NoSuchUpload"}
+
+
+def _reserve(until: float) -> float:
+    """What is kept of the time left for a look afterwards."""
+    return min(LOOK_SECONDS, max(0.0, until - time.monotonic()) / LOOK_SHARE)
 
 
 def _total(content_range: str | None) -> int | None:

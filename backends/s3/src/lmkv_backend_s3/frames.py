@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.errors import BackendError, FrameError
 from lmkv.types import FAILED, MISS, OK
-from lmkv_backend_s3.bucket import Fetched
+from lmkv_backend_s3.bucket import Fetched, Made
 from lmkv_backend_s3.line import Payload
 from lmkv_backend_s3.refusals import AbsentError, BeyondError, StoreError
 
@@ -114,25 +114,25 @@ class Frames:
         return judged(outcomes)
 
     def _put(self, name: str, view: memoryview, until: float) -> None:
-        self._bucket.write("put_object", name, until, Body=Payload(view))
+        self._bucket.put(name, Payload(view), until)
 
     def _store_parts(self, name: str, view: memoryview, until: float) -> Outcome | StoreError:
-        upload: dict[str, Any] = {}
+        made = Made(name, len(view), time.monotonic())
+        upload = ""
         try:
-            upload = {"UploadId": self._bucket.write("create_multipart_upload", name, until)["UploadId"]}
+            upload = self._bucket.write("create_multipart_upload", name, until)["UploadId"]
             size = max(self._part_size, -(-len(view) // MOST_PARTS))
             size += -size % ALIGNED
             jobs = [
-                partial(self._put_part, name, view[start : start + size], until, PartNumber=number, **upload)
+                partial(self._put_part, name, view[start : start + size], until, PartNumber=number, UploadId=upload)
                 for number, start in enumerate(range(0, len(view), size), start=1)
             ]
             results = self._crew.run(jobs)
             del jobs
-            parts = _all_done(results)
-            self._bucket.ask("complete_multipart_upload", until, Key=name, MultipartUpload={"Parts": parts}, **upload)
+            self._bucket.complete(made, upload, _all_done(results), until)
         except Exception as e:  # noqa: BLE001  judged by `_told`
             if upload:  # in another thread: the memory has to be given back now, and the time is up
-                self._crew.begin(partial(self._abort, name, upload))
+                self._crew.begin(partial(self._abort, made, upload))
             return _told(e.with_traceback(None))
         return OK(len(view))
 
@@ -140,10 +140,15 @@ class Frames:
         done = self._bucket.write_part(name, until, Body=Payload(view), **params)
         return {"ETag": done.get("ETag", ""), "PartNumber": params["PartNumber"]}
 
-    def _abort(self, name: str, upload: dict[str, Any]) -> None:
-        """Parts of an upload that is never completed are paid for; a lifecycle rule removes what this cannot."""
+    def _abort(self, made: Made, upload: str) -> None:
+        """Parts of an upload that is never completed are paid for; a lifecycle rule removes what this cannot.
+
+        An upload that the store has completed, and that nobody has heard of, is left alone.
+        """
         with contextlib.suppress(Exception):
-            self._bucket.ask("abort_multipart_upload", time.monotonic() + ABORT_SECONDS, Key=name, **upload)
+            until = time.monotonic() + ABORT_SECONDS
+            if not self._bucket.has(made, until):
+                self._bucket.ask("abort_multipart_upload", until, Key=made.key, UploadId=upload)
 
 
 def judged(outcomes: Sequence[Outcome | StoreError]) -> list[Outcome]:

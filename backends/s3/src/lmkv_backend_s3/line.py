@@ -64,13 +64,16 @@ class _Timed(io.RawIOBase):
         self._sock = sock
         self._file = sock.makefile("rb", buffering=0)  # keeps the socket open as long as it is itself
         self._until = until
+        self.ended = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
         self._sock.settimeout(remaining(self._until))
-        return self._file.readinto(buffer)
+        count = self._file.readinto(buffer)
+        self.ended = count == 0
+        return count
 
     def close(self) -> None:
         self._file.close()
@@ -83,9 +86,17 @@ class Reply(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, until: float, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self.fp.close()
-        self.fp = io.BufferedReader(_Timed(sock, until))
+        self._timed = _Timed(sock, until)
+        self.fp = io.BufferedReader(self._timed)
         self._sock = sock
         self._direct = False
+
+    def begin(self) -> None:
+        """Read the head. Python's own takes one that ends in its middle for a whole one, with fewer headers."""
+        super().begin()
+        if self._timed.ended:
+            self.close()
+            raise http.client.IncompleteRead(b"")
 
     def receive(self, view: memoryview, until: float) -> int:
         """Fill `view`, or less of it where the body ends; the bytes. Raises TimeoutError, or what the socket raises."""

@@ -34,6 +34,8 @@ class Exchange:
 
     def __init__(self, until: float) -> None:
         self.until = until
+        self.sent = False
+        """A connection was there, and the request has gone out on it, or some of it."""
         self.reply: Reply | None = None
         self.line: Line | None = None
 
@@ -78,7 +80,7 @@ class Transport:
     def send(self, request: AWSPreparedRequest, **_: Any) -> AWSResponse:
         """For the event `before-send`. Raises OSError (TimeoutError at the limit) or http.client.HTTPException."""
         exchange: Exchange = self._here.exchange
-        line, reply = self._ask(request, exchange.until)
+        line, reply = self._ask(request, exchange)
         content = b""
         if request.stream_output and reply.status < http.client.MULTIPLE_CHOICES:
             exchange.line, exchange.reply = line, reply
@@ -101,29 +103,30 @@ class Transport:
         for line in busy:
             line.abort()
 
-    def _ask(self, request: AWSPreparedRequest, until: float) -> tuple[Line, Reply]:
+    def _ask(self, request: AWSPreparedRequest, exchange: Exchange) -> tuple[Line, Reply]:
         """Send, and read the answer's head; once more, at once, where a kept connection turns out to have ended."""
         url = urlsplit(request.url)
         kept = self._kept(url)
         if kept is not None:
             try:
-                return kept, self._asked(kept, request, until)
+                return kept, self._asked(kept, request, exchange)
             except TimeoutError:
                 raise
             except (OSError, http.client.HTTPException):
                 self._forget_idle(url)
                 request.reset_stream()
-        fresh = Line(url, self._tls, until)
+        fresh = Line(url, self._tls, exchange.until)
         with self._lock:
             if self._closed:
                 fresh.close()
                 raise ClosedError("the S3 client is closed")
             self._busy.add(fresh)
-        return fresh, self._asked(fresh, request, until)
+        return fresh, self._asked(fresh, request, exchange)
 
-    def _asked(self, line: Line, request: AWSPreparedRequest, until: float) -> Reply:
+    def _asked(self, line: Line, request: AWSPreparedRequest, exchange: Exchange) -> Reply:
+        exchange.sent = True
         try:
-            return line.ask(request, until)
+            return line.ask(request, exchange.until)
         except BaseException:
             self._drop(line)
             raise
