@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import pytest
 import redis
-from redis_rig import Cluster, RedisServer, Sentinels, has_tls
+from redis_rig import Cluster, RedisServer, Sentinels, ValkeyServer, has_tls
 
 from lmkv.specs import BackendContext
 from lmkv.testing import BackendSuite
@@ -17,6 +17,8 @@ from lmkv_backend_redis.options import RedisOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from server_rig import Certificates
 
     from lmkv.backend import StorageBackendInterface
     from lmkv.types import ChunkKey
@@ -31,6 +33,12 @@ def let_in(server: RedisServer) -> dict[str, Any]:
     line = next(line for line in HOW_TO.read_text(encoding="utf-8").splitlines() if line.startswith("ACL SETUSER kv"))
     server.cli(*line.split())
     return {"username": "kv", "password": "the-password"}
+
+
+def shown(made: Certificates | None) -> dict[str, Any]:
+    """The options of `tls`, with a client's certificate."""
+    assert made is not None
+    return {"ca": made.ca, "cert": made.client_cert, "key": made.client_key}
 
 
 class Reach(NamedTuple):
@@ -57,9 +65,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
     if not has_tls():
         pytest.skip("this redis-server is built without TLS")
     with RedisServer(tmp_path_factory.mktemp("tls"), tls=True, client_certificate=True) as server:
-        made = server.certificates
-        assert made is not None
-        files = {"ca": made.ca, "cert": made.client_cert, "key": made.client_key}
+        files = shown(server.certificates)
         yield Reach({"host": "localhost", "port": server.port, **let_in(server), "tls": files}, [server])
 
 
@@ -77,6 +83,46 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
         for node in group.nodes:
             login = let_in(node)
         yield Reach({"cluster": [f"{host}:{port}" for host, port in group.addresses[:2]], **login}, group.nodes)
+
+
+@pytest.fixture(scope="module")
+def sentinel_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
+    """TLS to the sentinels and to what they point to, both of which ask for a client's certificate."""
+    if not has_tls():
+        pytest.skip("this redis-server is built without TLS")
+    with Sentinels(tmp_path_factory.mktemp("sentinel"), password="pw", tls=True) as group:
+        watchers = [f"{host}:{port}" for host, port in group.addresses]
+        options = {"sentinels": watchers, "service": group.name, "password": "pw", "tls": shown(group.certificates)}
+        yield Reach(options, [group.first])
+
+
+@pytest.fixture(scope="module")
+def cluster_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
+    """With replicas, and a client's certificate."""
+    if not has_tls():
+        pytest.skip("this redis-server is built without TLS")
+    with Cluster(tmp_path_factory.mktemp("cluster"), replicas=1, tls=True) as group:
+        nodes = [f"{host}:{port}" for host, port in group.addresses]
+        yield Reach({"cluster": nodes, "tls": shown(group.certificates)}, group.primaries())
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
+    with ValkeyServer(tmp_path_factory.mktemp("valkey"), password="pw") as server:
+        yield Reach({"host": "127.0.0.1", "port": server.port, "db": 3, **let_in(server)}, [server], 3)
+
+
+@pytest.fixture(scope="module")
+def valkey_sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
+    with Sentinels(tmp_path_factory.mktemp("valkey"), password="pw", kind=ValkeyServer) as group:
+        watchers = [f"{host}:{port}" for host, port in group.addresses]
+        yield Reach({"sentinels": watchers, "service": group.name, "password": "pw"}, [group.first])
+
+
+@pytest.fixture(scope="module")
+def valkey_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reach]:
+    with Cluster(tmp_path_factory.mktemp("valkey"), kind=ValkeyServer) as group:
+        yield Reach({"cluster": [f"{host}:{port}" for host, port in group.addresses]}, group.nodes)
 
 
 class RedisSuite(BackendSuite):
@@ -136,3 +182,30 @@ class TestSentinel(RedisSuite):
 
 class TestCluster(RedisSuite):
     way = "cluster"
+
+
+@pytest.mark.slow
+class TestSentinelTLS(RedisSuite):
+    way = "sentinel_tls"
+
+
+@pytest.mark.slow
+class TestClusterTLS(RedisSuite):
+    way = "cluster_tls"
+
+
+@pytest.mark.slow
+class TestValkey(RedisSuite):
+    """By the user of the how-to, in a database of its own."""
+
+    way = "valkey"
+
+
+@pytest.mark.slow
+class TestValkeySentinel(RedisSuite):
+    way = "valkey_sentinel"
+
+
+@pytest.mark.slow
+class TestValkeyCluster(RedisSuite):
+    way = "valkey_cluster"

@@ -29,6 +29,8 @@ Reply: TypeAlias = "bytes | int | ReplyError | None"
 
 FLUSH_BYTES: Final = 1 << 16
 """Small commands are gathered up to this many bytes; what is sent from where it is, up to `_IOV` buffers."""
+FLUSH_BULK_BYTES: Final = 1 << 19
+"""And up to this many bytes: the server begins with the first while the next ones are prepared."""
 SCRATCH: Final = 1 << 16
 SMALL: Final = 1 << 12
 """Bytes of the longest reply that is not put into the caller's memory."""
@@ -126,7 +128,7 @@ class RawChannel:
                 gathered.clear()
                 gathered += b"\r\n"
         self._owed += 1
-        if len(gathered) >= FLUSH_BYTES or len(self._pending) >= _IOV:
+        if len(gathered) >= FLUSH_BYTES or len(self._pending) >= _IOV or self._pending_bytes >= FLUSH_BULK_BYTES:
             self.flush()
 
     def send_for_each(self, names: Sequence[bytes], word: bytes, *rest: bytes) -> None:

@@ -13,14 +13,14 @@ from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, new_head, parse_hea
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from lmkv_backend_redis.channel import Channel, Reply
+    from lmkv_backend_redis.channel import Argument, Channel, Reply
 
 UNPUBLISHED_SECONDS: Final = 60
 """What a killed writer leaves behind is gone after that."""
 WINDOW: Final = 3 << 20
-"""Bytes asked for ahead: enough to keep the server busy, few enough that its replies stay in its caches."""
+"""Bytes sent or asked for ahead: enough to keep the server busy, few enough that they stay in its caches."""
 AT_LEAST: Final = 2
-"""Replies asked for ahead where single ones exceed the window."""
+"""Parts ahead where single ones exceed the window."""
 _SMALL: Final = 64
 """Bytes that a reply counts for which carries no part."""
 _FIRST, _LAST, _EXTEND = -1, -2, -3
@@ -38,29 +38,46 @@ def put(
 ) -> list[Outcome]:
     """Write frames under temporary names and rename each when it is whole."""
     heads = [new_head(len(view), part_bytes) for view in views]
-    for name, view, head in zip(names, views, heads, strict=True):
-        _write(channel, name, view, head, ttl)
-    return _published(channel, names, heads)
+    replies: list[list[Reply]] = [[] for _ in names]
+    under_way: deque[tuple[int, int]] = deque()
+    ahead = 0
+    for index, (name, view, head) in enumerate(zip(names, views, heads, strict=True)):
+        for nbytes, command in _writing(name, view, head, ttl):
+            channel.send(*command)
+            under_way.append((index, nbytes))
+            ahead += nbytes
+            while ahead > WINDOW and len(under_way) > AT_LEAST:
+                oldest, nbytes_there = under_way.popleft()
+                replies[oldest].append(channel.reply())
+                ahead -= nbytes_there
+    for index, _ in under_way:
+        replies[index].append(channel.reply())
+    return _published(channel, names, heads, replies)
 
 
-def _write(channel: Channel, name: bytes, view: memoryview, head: Head, ttl: float | None) -> None:
+def _writing(name: bytes, view: memoryview, head: Head, ttl: float | None) -> Iterator[tuple[int, Sequence[Argument]]]:
+    """The commands that write a frame, each with the bytes of the frame in it."""
     temp = temporary(name, head)
-    channel.send(b"HSET", temp, HEAD, head.pack(), b"0", view[: head.size(0)])
-    channel.send(b"PEXPIRE", temp, milliseconds(UNPUBLISHED_SECONDS if ttl is None else ttl))
-    for part in range(1, head.parts):
-        begin = part * head.stride
-        channel.send(b"HSET", temp, b"%d" % part, view[begin : begin + head.size(part)])
-    channel.send(b"HLEN", temp)
-    channel.send(*((b"PERSIST", temp) if ttl is None else (b"PEXPIRE", temp, milliseconds(ttl))))
-    channel.send(b"RENAME", temp, name)
+    for part in range(head.parts):
+        begin, nbytes = part * head.stride, head.size(part)
+        data = view[begin : begin + nbytes]
+        if part:
+            yield nbytes, (b"HSET", temp, b"%d" % part, data)
+        else:
+            yield nbytes, (b"HSET", temp, HEAD, head.pack(), b"0", data)
+            yield 0, (b"PEXPIRE", temp, milliseconds(UNPUBLISHED_SECONDS if ttl is None else ttl))
+    yield 0, (b"HLEN", temp)
+    yield 0, ((b"PERSIST", temp) if ttl is None else (b"PEXPIRE", temp, milliseconds(ttl)))
+    yield 0, (b"RENAME", temp, name)
 
 
-def _published(channel: Channel, names: Sequence[bytes], heads: Sequence[Head]) -> list[Outcome]:
+def _published(
+    channel: Channel, names: Sequence[bytes], heads: Sequence[Head], said: Sequence[Sequence[Reply]]
+) -> list[Outcome]:
+    """What the replies to all the commands of each frame mean; what is left of those that failed is removed."""
     outcomes: list[Outcome] = []
     remains: list[bytes] = []
-    channel.flush()
-    for name, head in zip(names, heads, strict=True):
-        replies = [channel.reply() for _ in range(head.parts + 4)]
+    for name, head, replies in zip(names, heads, said, strict=True):
         refusals = [reply for reply in replies if isinstance(reply, ReplyError)]
         whole = replies[-3] == head.parts + 1
         if whole and not refusals:
