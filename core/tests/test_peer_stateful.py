@@ -16,6 +16,7 @@ from storage_rig import FRAME, Client, chain, storage
 from lmkv.errors import LmkvError
 from lmkv.frame import Trailer, seal
 from lmkv.peer import messages as m
+from lmkv.peer import reservations
 from lmkv.peer.hall import Hall
 from lmkv.peer.incoming import Incoming
 from lmkv.peer.pace import Pace
@@ -55,6 +56,7 @@ class Hardware(Transport):
 class Nodes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.part, reservations.PART_FRAMES = reservations.PART_FRAMES, 1  # something may happen between any two
         self.loop = asyncio.new_event_loop()
         self.clock = Clock()
         self.cm = storage(ram=6 * FRAME, pool=10 * FRAME, clock=self.clock)
@@ -109,6 +111,32 @@ class Nodes(RuleBasedStateMachine):
         reserved = self.ask(who, asked)
         if reserved is not None and reserved.reservation:
             self.reservations.append((self.peers[who % 2], asked, reserved))
+
+    @rule(who=which, chunks=some, name=st.sampled_from(NAMES), turns=st.integers(1, 3), what=st.integers(0, 3))
+    def reserve_while_something_happens(self, who: int, chunks: list[Any], name: str, turns: int, what: int) -> None:
+        heads = tuple(m.NewFrame(k.digests[i], k.parent(i), 2, k.prefixes(i)[0]) for k, i in chunks)
+        session = self.peers[who % 2]
+
+        async def body() -> Any:
+            pending = asyncio.ensure_future(session.handle(m.Reserve(name, SPACE.id, 0, heads)))  # type: ignore[arg-type]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if what == 0:
+                self.client.ask(p.Clear())
+            elif what == 1:
+                self.incoming.finish("t0", "aborted")
+            elif what == 2:
+                pending.cancel()
+            else:
+                self.client.store([p.NewFrame(h.digest, h.parent, h.pages, h.prefixes) for h in heads])
+            try:
+                return await pending
+            except (LmkvError, asyncio.CancelledError):
+                return None
+
+        reserved = self.run(body())
+        if reserved is not None and reserved.reservation:
+            self.reservations.append((session, m.Reserve(name, SPACE.id, 0, heads), reserved))
 
     def _take(self, at: int) -> tuple[PeerSession, m.Reserve, m.Reserved] | None:
         return self.reservations.pop(at % len(self.reservations)) if self.reservations else None
@@ -217,6 +245,7 @@ class Nodes(RuleBasedStateMachine):
         finally:
             self.run(self.cm.__aexit__(None, None, None))
             self.loop.close()
+            reservations.PART_FRAMES = self.part
 
 
 TestNodes = Nodes.TestCase

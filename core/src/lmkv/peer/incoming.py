@@ -174,14 +174,11 @@ class Incoming:
         short = max(short, ram.shortfall(total + room.filling))
         if short > 0 and not self._stack.evict(ram, short):
             return None
-        objects: list[MemoryObject] = []
-        for nbytes in sizes:
-            obj = room.for_store(nbytes)
-            if obj is None:  # free, but in pieces
-                self._give_back(objects)
-                return None
-            room.filling += nbytes
-            objects.append(obj)
+        made = room.for_stores(sizes)
+        objects = [obj for obj in made if obj is not None]
+        if len(objects) < len(made):  # free, but in pieces
+            self._give_back(objects)
+            return None
         return objects
 
     def _give_back(self, objects: Iterable[MemoryObject]) -> None:
