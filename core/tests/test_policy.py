@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmkv import builtin
-from lmkv.policy.leaf_first import LeafFirstLRU
+from lmkv.policy.leaf_first import WALK, LeafFirstLRU
 from lmkv.policy.lru import LRU
 from lmkv.specs import BulkPolicy
 from lmkv.types import ChunkKey
@@ -44,7 +45,16 @@ class Model:
 
     def add(self, key: ChunkKey, parent: bytes | None) -> None:
         self.used[key] = next(self.clock)
-        self.parents[key] = parent
+        self.parents[key] = None if parent is not None and self._closes(key, parent) else parent
+
+    def _closes(self, key: ChunkKey, parent: bytes | None) -> bool:
+        """`parent` continues `key`, over however many."""
+        while parent is not None:
+            above = ChunkKey(key.namespace, key.shard, parent)
+            if above == key:
+                return True
+            parent = self.parents.get(above)
+        return False
 
     def touch(self, key: ChunkKey) -> None:
         if key in self.used:
@@ -128,6 +138,65 @@ def test_same_victims_as_the_plain_model(policy: type, leaf_first: bool, steps: 
     for each in everything:
         real.remove(each)
     assert not getattr(real, "_entries", ())
+
+
+wild = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 7), st.integers(0, 7)),
+        st.tuples(st.just("remove"), st.integers(0, 7), st.just(0)),
+        st.tuples(st.just("touch"), st.integers(0, 7), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=wild)
+@settings(max_examples=300, deadline=None)
+def test_who_names_each_other_as_parents_keeps_nothing_cached_for_ever(steps: list[tuple[str, int, int]]) -> None:
+    """No hash chain does; a peer may. Whenever nothing is held, everything can go, in the order of the model."""
+    real, model = LeafFirstLRU(), Model(leaf_first=True)
+    for what, number, parent in steps:
+        for policy in (real, model):
+            if what == "add":
+                policy.add(key(number), key(parent).digest)
+            else:
+                getattr(policy, what)(key(number))
+        everything = list(real.victims(1 << 30, one, always))
+        assert set(everything) == set(model.used)
+        assert everything == model.victims(1 << 30, one, always)
+    for each in list(model.used):
+        real.remove(each)
+    assert not real._entries
+
+
+def test_a_ring_beside_other_leaves_goes_when_its_time_has_come() -> None:
+    policy = LeafFirstLRU()
+    for number in range(5):
+        policy.add(key(number), key((number + 1) % 5).digest)
+    policy.add(key(9), None)
+    assert list(policy.victims(5, one, always)) == [key(n) for n in range(5)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_that_comes_in_any_order_is_evicted_from_its_end(seed: int) -> None:
+    numbers = list(range(WALK))
+    random.Random(seed).shuffle(numbers)
+    policy = LeafFirstLRU()
+    for number in numbers:
+        policy.add(key(number), key(number - 1).digest if number else None)
+    assert list(policy.victims(WALK, one, always)) == [key(n) for n in range(WALK - 1, -1, -1)]
+
+
+def test_a_gap_under_a_chain_without_end_costs_no_more_than_a_bounded_walk() -> None:
+    """Its order is lost, and nothing else: a peer that makes such chains keeps nobody waiting."""
+    policy = LeafFirstLRU()
+    chain(policy, *range(2 * WALK))
+    policy.add(key(9001), key(9000).digest)
+    policy.add(key(9000), key(2 * WALK - 1).digest)
+    assert policy._entries[key(9000)].parent is None
+    policy.add(key(9002), key(2 * WALK - 1).digest)  # what nothing continues yet needs no walk
+    assert policy._entries[key(9002)].parent is policy._entries[key(2 * WALK - 1)]
+    assert len(list(policy.victims(9000, one, always))) == 2 * WALK + 3
 
 
 def chain(policy: EvictionPolicy, *numbers: int, shard: int = 0) -> None:

@@ -7,6 +7,9 @@ The leaves are in a heap by time of use, lazily: `touch` only stamps the entry, 
 stamp is put back under its present one. Each entry is in the heap at most once. What is there and is no leaf any more,
 or has gone, is dropped when it comes up; before such ghosts outnumber the leaves they are all swept out, so that no
 single call has many of them to pass.
+
+Digests of real prompts make no rings, but a peer may name any parent. A link that would close one is not made, so that
+there is a leaf whenever anything is cached; nor is one whose check would take too long.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _SLACK: Final = 64
+WALK: Final = 512
+"""Entries before a chunk that are looked at, when it comes after its continuations, for a ring that it would close."""
 
 
 class _Entry:
@@ -136,15 +141,26 @@ class LeafFirstLRU:
                 self._leaves += 1
         entry.used = next(self._clock)
         namespace, shard, digest = key
-        before = None
+        before: _Entry | None = None
         if parent and parent != digest:
             place = namespace, shard, parent  # found like its key, and quicker made
             before = entries.get(place)
             if before is None:
                 before = entries[place] = _Entry(ChunkKey(*place))
         if before is not entry.parent:
-            self._follow(entry, before)
+            self._follow(entry, None if self._closes(entry, before) else before)
         return entry
+
+    @staticmethod
+    def _closes(entry: _Entry, before: _Entry | None) -> bool:
+        """`before` continues `entry`, over however many (or too many to look at): it cannot be what precedes it."""
+        if not entry.continuations:
+            return False  # as whenever chunks come in order
+        for _ in range(WALK):
+            if before is None or before is entry:
+                return before is entry
+            before = before.parent
+        return True
 
     def _queue(self, entry: _Entry) -> None:
         """Put a leaf into the heap, unless it is there."""
