@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from peer_rig import SPACE, Clock, drop, eventually, peer, sealed
 from storage_rig import FRAME, chain
-from wild_rig import Wild
+from wild_rig import Wild, WildTransport
 
 from lmkv.errors import LmkvError
 from lmkv.peer import messages as m
+from lmkv.peer.channels import PAUSE, PAUSE_MAX
 from lmkv.peer.transport import DeadlineError, Region, TransportError
 from lmkv.types import OutcomeKind
 
@@ -195,6 +196,64 @@ async def test_a_transport_that_fails_is_replaced_by_tcp_and_says_so_once(caplog
         assert a.at_rest()
 
 
+async def test_a_transport_that_has_failed_is_tried_again_after_longer_and_longer_pauses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wild, keys, connect, tried = Wild(), chain(range(8)), WildTransport.connect, threading.Event()
+    blocked = threading.Event()
+
+    def fail(*_: Any) -> Any:
+        raise TransportError("the fabric is on fire")
+
+    def fail_slowly(*_: Any) -> Any:
+        tried.set()
+        assert blocked.wait(20)
+        return fail()
+
+    async with peer("a", **wild.too) as a, peer("b", **wild.too) as b:
+        b.store(keys)
+        channels = a.link(b)._channels
+
+        async def pulled(nbytes: int) -> None:
+            before = wild.moved
+            assert all(o.ok for o in (await a.pull(b, b.keys(keys)))[0])
+            assert wild.moved - before == nbytes
+
+        with caplog.at_level(logging.WARNING, "lmkv.peer"):
+            wild.on_move = fail
+            await pulled(0)
+            assert channels.barred["wild"].pause == PAUSE
+            WildTransport.connect = fail_slowly  # type: ignore[assignment,method-assign]
+            try:
+                await pulled(0)
+                assert not tried.is_set()  # it is too early
+                channels.barred["wild"].until = 0.0
+                await pulled(0)  # does not wait for it
+                await eventually(tried.is_set)
+                await pulled(0)
+                blocked.set()
+                await eventually(lambda: channels.barred["wild"].pause == 2 * PAUSE)
+                for _ in range(7):
+                    channels.barred["wild"].until = 0.0
+                    await pulled(0)
+                    await eventually(lambda: channels.barred["wild"].until > 0.0)
+                assert channels.barred["wild"].pause == PAUSE_MAX
+            finally:
+                WildTransport.connect = connect  # type: ignore[method-assign]
+            wild.on_move = lambda: None
+            channels.barred["wild"].until = 0.0
+            await pulled(0)
+            await eventually(lambda: channels.barred["wild"].up)
+            await pulled(2 * FRAME)
+            wild.on_move = fail
+            await pulled(0)
+            assert channels.barred["wild"].until > time.monotonic()
+        said = [record.getMessage() for record in caplog.records if "on fire" in record.getMessage()]
+        assert said == ["peer b: transport wild failed, going on with another: the fabric is on fire"]
+        await eventually(b.at_rest)
+        assert a.at_rest()
+
+
 async def test_a_peer_that_has_gone_is_not_its_transports_fault(caplog: pytest.LogCaptureFixture) -> None:
     wild, keys = Wild(), chain(range(4))
     async with peer("a", **wild.too) as a:
@@ -214,7 +273,7 @@ async def test_a_peer_that_has_gone_is_not_its_transports_fault(caplog: pytest.L
         go.set()
         with pytest.raises(LmkvError):
             raise (await pulling)[0][0].error  # type: ignore[misc]
-        assert a.link(b)._channels.barred == set()
+        assert a.link(b)._channels.barred == {}
         assert "going on with another" not in caplog.text
         assert a.at_rest()
 

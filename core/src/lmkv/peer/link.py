@@ -1,7 +1,7 @@
 """One peer as seen from here: asks it, pulls from its pool, pushes into it.
 
 A link connects when it is first used, and anew after a failure, a restart of the peer or a silence. Bytes move through
-the best transport that both sides have, in threads; one that fails is not used again until the peer has restarted.
+the best transport that both sides have, in threads; one that fails is left alone for a while.
 """
 
 from __future__ import annotations
