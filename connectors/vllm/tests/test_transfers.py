@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,25 @@ def run(engine: FakeVLLM, *requests: Request) -> None:
     engine.run(requests, limit=1_000_000)
 
 
+def steps(engine: FakeVLLM, *requests: Request) -> None:
+    """Until all is done but the saves."""
+    for request in requests:
+        engine.add(request)
+    while engine.requests or engine.finished_ids:
+        engine.step()
+
+
+def hold_saves(engine: FakeVLLM, rank: int = 0) -> threading.Event:
+    """A worker does no save before the event is set."""
+    gate = threading.Event()
+
+    def wait() -> None:
+        gate.wait(30)
+
+    engine.workers[rank]._save_lane.submit(wait)
+    return gate
+
+
 @pytest.fixture
 def pair(rig: Rig) -> Pair:
     return Pair(rig)
@@ -138,6 +158,75 @@ def test_a_tail_that_lies_in_a_longer_frame_goes_with_it(pair: Pair) -> None:
     pair.prefill.ask(tokens(20))
     first = pair.first(tokens(15))
     run(pair.prefill, first)
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert (then.external, then.output) == (14, truth(tokens(15), 3))
+
+
+@pytest.mark.slow
+def test_a_save_that_comes_late_goes_all_the_same(pair: Pair) -> None:
+    """However busy the prefill engine is: a transfer does not end while a worker has not come to its last save."""
+    gate = hold_saves(pair.prefill)
+    first = pair.first(tokens(23))
+    steps(pair.prefill, first)
+    time.sleep(2.5)
+    assert pair.state().state == "open"
+    gate.set()
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert (then.external, then.output) == (22, truth(tokens(23), 3))
+    assert pair.state() == m.TransferState("complete", 22, 6)
+
+
+@pytest.mark.parametrize("way", ["backlog", "fence", "room", "copy"])
+def test_a_save_that_is_dropped_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Its node knows at once: the transfer ends with what there is, long before its time is over."""
+    pair = Pair(
+        rig,
+        settings=Settings(
+            lookup_deadline=10.0, transfer_deadline=60.0, save_backlog=1 if way == "backlog" else 9, fence_deadline=0.0
+        ),
+    )
+    worker = pair.prefill.workers[0]
+    gate = hold_saves(pair.prefill)
+    first = pair.first(tokens(15))
+    steps(pair.prefill, first)
+    assert len(worker._saves) == (1 if way == "backlog" else 2)
+    if way == "fence":
+        worker.settle(1_000)
+    elif way == "room":
+        room = pair.hosts[0].storage.manager.stack.room
+        monkeypatch.setattr(room, "for_stores", lambda sizes: [None for _ in sizes])
+    elif way == "copy":
+        monkeypatch.setattr(worker._gpu, "inner", None)
+    gate.set()
+    run(pair.prefill)
+    until(lambda: pair.state().state == "complete")
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert then.external == (12 if way == "backlog" else 0)
+    assert then.output == truth(tokens(15), 3)
+
+
+def test_a_save_of_which_another_rank_drops_its_part(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(rig, ranks=2)
+    monkeypatch.setattr(pair.prefill.workers[1]._gpu, "inner", None)
+    first = pair.first(tokens(23))
+    run(pair.prefill, first)
+    until(lambda: pair.state() == m.TransferState("complete", 0, 0))
+    then = pair.then(first)
+    run(pair.decode, then)
+    assert (then.external, then.output) == (0, truth(tokens(23), 3))
+
+
+def test_a_tail_that_lies_in_a_frame_of_just_now_goes_with_it(pair: Pair) -> None:
+    """Nobody had it when the request was looked up; a longer one was stored before its tail was."""
+    gate = hold_saves(pair.prefill)
+    first, longer = pair.first(tokens(15)), Request("longer", tokens(20), max_tokens=1)
+    pair.prefill.add(longer)
+    steps(pair.prefill, first)
+    gate.set()
+    run(pair.prefill)
     then = pair.then(first)
     run(pair.decode, then)
     assert (then.external, then.output) == (14, truth(tokens(15), 3))

@@ -309,9 +309,10 @@ class SchedulerSide:
         frames = frames_of(tracked.chain, first, computed, tail=tail)
         tracked.saved = max(first, computed // chunk)
         begin = first * chunk // self._geometry.page_tokens
-        if tracked.transfer is not None:
-            tracked.transfer.saved(first, frames, chunk // self._geometry.page_tokens)
-        return self._saves.add(frames, page_ids[begin : begin + sum(frame.pages for frame in frames)])
+        save = self._saves.add(frames, page_ids[begin : begin + sum(frame.pages for frame in frames)])
+        if tracked.transfer is not None and save is not None:
+            tracked.transfer.saved(save.frames)
+        return save
 
     def _storable(self, tracked: Tracked, computed: int, *, finished: bool) -> int:
         """How many of the first `computed` tokens may be stored."""
@@ -388,7 +389,7 @@ class SchedulerSide:
 
         From here on another namespace is used, so that even a save under way cannot come back as a wrong hit.
         """
-        for tracked in self._tracked.values():
+        for tracked in [*self._tracked.values(), *(each[0] for each in self._finished)]:
             self._leave(tracked)
             tracked.offer = (0, 0)
             if tracked.request.num_computed_tokens or tracked.loading:

@@ -94,8 +94,6 @@ class Push:
         self._tokens = tokens
         self._over = False
         self._refused = False
-        self._longer: tuple[int, int, bytes] = (0, 0, b"")
-        """Number of a chunk, and so many pages of it that lie in this frame."""
         self._announce(())  # the nodes meet while the request waits for its turn
 
     def waits(self, now: float) -> bool:  # noqa: ARG002  as of an arrival
@@ -104,19 +102,12 @@ class Push:
 
     def admitted(self, chain: KeyChain, hit: Hit) -> None:
         """It will be computed but for `hit`, whose lease is held still: that goes first."""
-        self._longer = (hit.chunks, hit.pages, hit.frame)
         if hit.chunks:
             self._announce(chain.digests[: hit.chunks])
 
-    def saved(self, first: int, frames: Sequence[NewFrame], chunk_pages: int) -> None:
-        """These frames, of the chunks from number `first` on, are to be saved."""
-        digests = [frame.digest for frame in frames]
-        if frames and frames[-1].pages < chunk_pages:
-            number, pages, longer = self._longer
-            if number == first + len(frames) - 1 and pages >= frames[-1].pages:
-                digests[-1] = longer  # nobody stores what lies in a longer frame
-        if digests:
-            self._announce(digests)
+    def saved(self, frames: Sequence[NewFrame]) -> None:
+        """These are to be saved. Of what is not, its node hears from whoever does not."""
+        self._announce([frame.digest for frame in frames])
 
     def answer(self, tokens: int) -> dict[str, Any] | None:
         """What is said of it when it has ended well: `tokens` are there, or will be."""
@@ -197,7 +188,7 @@ class Arrival:
         """What has come has been leased, or is not wanted."""
         self.end()
 
-    def saved(self, first: int, frames: Sequence[NewFrame], chunk_pages: int) -> None:
+    def saved(self, frames: Sequence[NewFrame]) -> None:
         """Nothing: nobody waits for it."""
 
     def answer(self, tokens: int) -> None:  # noqa: ARG002  as of a push

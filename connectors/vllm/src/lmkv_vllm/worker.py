@@ -21,7 +21,7 @@ from lmkv.engine import CacheEngine, RetrieveItem, StoreItem, StoreResult
 from lmkv.errors import LmkvError
 from lmkv.gpu import GPUConnector
 from lmkv.keys import Namespace
-from lmkv.service.protocol import Observe
+from lmkv.service.protocol import Observe, Unstored
 from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.metadata import WorkerReport
 from lmkv_vllm.threads import Lane
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmkv.gpu import CopyJob
+    from lmkv.service.protocol import NewFrame
     from lmkv_vllm.link import Link
     from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
     from lmkv_vllm.settings import Settings
@@ -275,11 +276,13 @@ class WorkerSide:
         if full:
             INCIDENTS.note("save", f"dropped: {self._settings.save_backlog} saves wait already")
             self._count({"lmkv_dropped_stores_total|reason=backlog": len(save.frames)})
+            self._forgo(self._namespace, save.frames)
             self._saved(job)
             return
         self._save_lane.submit(partial(self._save, job, self._namespace))
 
     def _save(self, job: SaveJob, namespace: str | None) -> None:
+        left = job.save.frames
         try:
             cache = self._cache(namespace)
             if job.dropped:  # one that is dropped in the middle of its copy is counted by the service
@@ -287,13 +290,22 @@ class WorkerSide:
             elif cache is not None and cache.client.connected:
                 self._gpu.begin(job)
                 results = cache.store_frames(_items(job.save))
-                if StoreResult.FAILED in results and not job.dropped:
+                left = tuple([f for f, result in zip(left, results, strict=True) if result is StoreResult.FAILED])
+                if left and not job.dropped:
                     INCIDENTS.note("save", "frames could not be stored")
         except Exception as error:  # noqa: BLE001  a save that fails is a miss later
             INCIDENTS.note("save", f"{type(error).__name__}: {error}", error=error)
         finally:
             self._gpu.begin(None)
+            self._forgo(namespace, left)
             self._saved(job)
+
+    def _forgo(self, namespace: str | None, frames: Sequence[NewFrame]) -> None:
+        """Tell the service what is not stored: it waits for no more of it. Never waits."""
+        client = self._link.client
+        if frames and namespace is not None and client is not None:
+            digests = b"".join([frame.digest for frame in frames])
+            client.send(Unstored(Namespace.from_json(namespace).id, self._shard, digests))
 
     def _saved(self, job: SaveJob) -> None:
         with self._changed:

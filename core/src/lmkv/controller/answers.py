@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lmkv.controller import models as b
 from lmkv.controller.records import DONE, FAILED, WAITING
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

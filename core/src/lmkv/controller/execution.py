@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from lmkv.agent import messages as m
 from lmkv.controller.records import Errand, Failure, Transfer, Work, Worked
 from lmkv.errors import LmkvError
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -26,6 +26,8 @@ PIN_SECONDS: Final = 3600.0
 COME_SECONDS: Final = 60.0
 """A node that is not there (as all are when a controller starts) is waited for so long."""
 LANES: Final = 32
+DROPS: Final = 3
+"""What a node finds too late is asked of it so often."""
 
 
 class Execution:
@@ -105,7 +107,7 @@ class Execution:
             elif await self._there(work.target) != before or clock() - began > PIN_SECONDS / 2:
                 failed |= _all(safe, f"stays on {work.source!r}: {work.target!r} has started anew")
             else:
-                left, sure = await self._drop(job, index, work, safe, incarnation=before)
+                left, sure = await self._drop((job, index), work, safe, mine, incarnation=before)
                 failed |= left
         if sure:
             # All of them: a fetch that was cancelled does not say which it has pinned. Where it is not known whether
@@ -116,9 +118,12 @@ class Execution:
         return Worked(index, _failures(work, failed), fetched.counts, cancelled=bool(failed) and job.cancelled)
 
     async def _drop(
-        self, job: Job, index: int, work: Transfer, safe: bytes, *, incarnation: int
+        self, at: tuple[Job, int], work: Transfer, safe: bytes, mine: Callable[[], Awaitable[bool]], *, incarnation: int
     ) -> tuple[dict[str, str], bool]:
         """Take away at the source what is safe at the target, as long as that is the same start of the same node.
+
+        The source has given a fence before the last look whether the job is still ours. So it refuses what was held up
+        after that look, in this process or on the way; then both are done once more.
 
         Returns what may still be there, with the reason, and whether that is all that the source will do.
         """
@@ -127,12 +132,23 @@ class Execution:
             record = await self._courier.record(work.target)
             return record is None or record.incarnation == incarnation
 
-        drop = m.Drop(work.namespace, safe, work.source_tier)
         where = f"copied, but perhaps not removed from {work.source!r}"
-        try:
-            dropped = await self._command((job, index), work.source, "drop", drop, allowed)
-        except LmkvError as error:
-            return _all(safe, f"{where}: {error}"), False
+        for tried in range(1, DROPS + 1):
+            try:
+                fenced = await self._command(at, work.source, f"fence{tried}", m.Fence(work.namespace, safe), allowed)
+            except LmkvError as error:
+                return _all(safe, f"{where}: {error}"), True
+            if fenced.state != m.DONE:
+                return _all(safe, f"{where}: {_reason(fenced)}"), True
+            if not await mine():
+                raise LmkvError("another controller goes on with the job", kind="superseded")
+            drop = m.Drop(work.namespace, safe, work.source_tier, fenced.counts.get("fence", 0))
+            try:
+                dropped = await self._command(at, work.source, f"drop{tried}", drop, allowed)
+            except LmkvError as error:
+                return _all(safe, f"{where}: {error}"), False
+            if "late" not in dropped.counts:
+                break
         if dropped.state == m.DONE:
             return {digest: f"{where}: {reason}" for digest, reason in dropped.failed.items()}, True
         return _all(safe, f"{where}: {_reason(dropped)}"), True

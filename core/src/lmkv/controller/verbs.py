@@ -10,7 +10,7 @@ from lmkv.controller.models import EVERY
 from lmkv.controller.problems import Problem, conflict, unknown
 from lmkv.controller.prompts import matching, named
 from lmkv.controller.records import Errand, Failure, Plan, Transfer
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 from lmkv.types import DIGEST_BYTES
 
 if TYPE_CHECKING:

@@ -1,5 +1,8 @@
 """Transfers from this node: chunks of a request are pushed to the node that goes on with it, as soon as they are READY.
 
+What was announced is waited for until it is READY, or it is known that it will not be: a store was refused or given up,
+a client says that it stores it not (`Unstored`). How long a busy engine takes for a save nobody can guess.
+
 Everything runs on the storage loop, except for what the links do. Nothing is tried twice: a transfer that fails has
 failed on both sides, and the other node computes what has not come.
 """
@@ -20,6 +23,7 @@ from lmkv.peer import messages as m
 from lmkv.peer.link import Frame
 from lmkv.peer.threads import to_the_end
 from lmkv.storage.driver import RUNNING
+from lmkv.types import DIGEST_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,10 +39,6 @@ log = logging.getLogger("lmkv.peer")
 STEP_SECONDS: Final = 30.0
 """For one question or one push."""
 FINISH_SECONDS: Final = 5.0
-GRACE_SECONDS: Final = 5.0
-"""After the last word about a transfer, for what a client is filling still."""
-SHORT_GRACE_SECONDS: Final = 2.0
-"""The same for what nobody is filling: it was not stored, lies in a longer frame, or its engine is very busy."""
 BATCH_BYTES: Final = 64 << 20
 MOST: Final = 1024
 """Transfers that may be open at a time."""
@@ -96,6 +96,7 @@ class Outgoing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._stack.on_stored = self._stored
+        self._stack.on_unstored = self.unstored
 
     def send(
         self, transfer: str, address: str, namespace: bytes, digests: Sequence[bytes], tokens: int, *, final: bool
@@ -109,10 +110,9 @@ class Outgoing:
             transfer: its name, as the proxy made it.
             address: the decode node's peer port, `host:port`.
             namespace: of all of them; registered here.
-            digests: what is known by now, with or without those of earlier calls. Of a tail that lies in a longer frame
-                (`Found.frame`) the digest of that frame.
+            digests: what is known by now, with or without those of earlier calls.
             tokens: of the whole request, for the admission.
-            final: nothing more will be announced. When all is there the transfer is finished.
+            final: nothing more will be announced. When all is there, or is known not to come, the transfer is finished.
 
         Raises:
             ConfigError: the namespace is not registered, or too many transfers are open.
@@ -124,9 +124,7 @@ class Outgoing:
         if known.state != "open":
             return
         for digest in digests:
-            if digest not in known.digests:
-                known.digests[digest] = 0
-                self._expect(known, digest)
+            self._announce(known, digest)
         known.final |= final
         known.heard = time.monotonic()
         known.more.set()
@@ -161,7 +159,7 @@ class Outgoing:
         self.stop()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self._stack.on_stored = None
+        self._stack.on_stored = self._stack.on_unstored = None
         self._crew.shutdown(wait=False)
 
     # --- what is READY -----------------------------------------------------------------------------------------------
@@ -180,7 +178,10 @@ class Outgoing:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _expect(self, transfer: _Transfer, digest: bytes) -> None:
+    def _announce(self, transfer: _Transfer, digest: bytes) -> None:
+        if digest in transfer.digests:
+            return
+        transfer.digests[digest] = 0
         entry = transfer.namespace.entries.get(digest)
         if entry is not None and entry.ready:
             self._take(transfer, entry)
@@ -203,6 +204,28 @@ class Outgoing:
                 for transfer in self._wanted.pop((entry.namespace.id, entry.digest)):
                     transfer.waiting.pop(entry.digest, None)
                     self._take(transfer, entry)
+
+    def unstored(self, namespace: bytes, shard: int, digest: bytes, prefixes: bytes = b"") -> None:
+        """Who was to store this shard of a frame does not. For `Stack.on_unstored`, and for clients that say so.
+
+        Nothing changes where somebody else has it or is filling it. A longer frame that begins with it goes instead.
+        """
+        wanted = self._wanted.get((namespace, digest))
+        known = self._manager.index.namespaces.get(namespace)
+        if not wanted or known is None:
+            return
+        entry = known.entries.get(digest)
+        part = None if entry is None else entry.shards.get(shard)
+        if part is not None and (part.present or part.filling):
+            return
+        pages = [prefixes[at : at + DIGEST_BYTES] for at in range(0, len(prefixes), DIGEST_BYTES)]
+        longer = min(known.longer(pages, digest), key=lambda each: not each.ready, default=None)
+        for transfer in self._wanted.pop((namespace, digest)):
+            transfer.waiting.pop(digest, None)
+            if longer is not None:
+                del transfer.digests[digest]
+                self._announce(transfer, longer.digest)
+            transfer.more.set()
 
     # --- on its way --------------------------------------------------------------------------------------------------
 
@@ -240,22 +263,15 @@ class Outgoing:
     async def _something(self, transfer: _Transfer) -> bool:
         """Wait for something to push; False: all is done."""
         while not transfer.ready:
+            if transfer.final and not transfer.waiting:
+                return False
             left = transfer.heard + self._seconds - time.monotonic()
-            if transfer.final:
-                left = transfer.heard + self._grace(transfer) - time.monotonic()
-                if not transfer.waiting or left <= 0:
-                    return False
-            elif left <= 0:
-                raise BackendError("nothing more was heard of it", kind="stalled")
+            if left <= 0:
+                raise BackendError(f"nothing was heard of it for {self._seconds:g} s", kind="stalled")
             transfer.more.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(transfer.more.wait(), min(left, SHORT_GRACE_SECONDS if transfer.final else left))
+                await asyncio.wait_for(transfer.more.wait(), left)
         return True
-
-    def _grace(self, transfer: _Transfer) -> float:
-        """Seconds that are still waited for what is not READY."""
-        entries = [transfer.namespace.entries.get(digest) for digest in transfer.waiting]
-        return GRACE_SECONDS if any(entry is not None for entry in entries) else SHORT_GRACE_SECONDS
 
     async def _push(self, transfer: _Transfer, link: PeerLink) -> None:
         batch, nbytes = [], 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lmkv.errors import ConfigError
 from lmkv.service import protocol as p
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 from lmkv.storage.driver import QUEUED
 from lmkv.storage.load_queue import Wanted
 from lmkv.storage.verbs import Cleared, Verbs

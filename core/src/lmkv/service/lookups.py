@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lmkv.service import protocol as p
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 from lmkv.storage.discovery import discover, stores
 from lmkv.storage.driver import QUEUED
 from lmkv.types import MissReason

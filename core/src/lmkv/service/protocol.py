@@ -7,17 +7,9 @@ what is called one-way below is not answered. Digests travel as one blob of 32-b
 
 from __future__ import annotations
 
-import struct
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
-
-from lmkv.errors import ProtocolError
-from lmkv.types import DIGEST_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 << 20
@@ -29,7 +21,6 @@ PRESENT: Final = -1
 """Offset in `Reserved`: the frame is there already, or somebody else is filling it."""
 REJECTED: Final = -2
 """Offset in `Reserved`: no room, or the tier stack takes no store now."""
-_BLOCK: Final = 256
 MAX_FRAMES: Final = 1 << 16
 """Digests or frames in one message, at most."""
 
@@ -293,6 +284,14 @@ class EndTransfer(Message, frozen=True):
     transfer: str
 
 
+class Unstored(Message, frozen=True):
+    """A worker will not reserve memory for frames that it was to store: no transfer waits for them. One-way."""
+
+    namespace: bytes
+    shard: int
+    digests: bytes
+
+
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
@@ -379,22 +378,6 @@ class Observe(Message, frozen=True):
 Request = (
     Hello | Register | Unregister | Lookup | Extend | Trim | Release | Acquire | Done | Reserve | Commit | Abort
     | Pin | Unpin | Prefetch | Move | Recode | Clear | GetHealth | Observe | Transfer | AwaitTransfer | EndTransfer
+    | Unstored
 )  # fmt: skip
 Reply = Welcome | Refused | Ok | Found | Loaded | Reserved | TransferState | Cleared | HealthReport
-
-
-def split_digests(blob: bytes) -> list[bytes]:
-    """A blob of digests as a list."""
-    if len(blob) % DIGEST_BYTES or len(blob) > MAX_FRAMES * DIGEST_BYTES:
-        raise ProtocolError(f"{len(blob)} bytes of digests of {DIGEST_BYTES} bytes each")
-    count = len(blob) // DIGEST_BYTES
-    found: list[bytes] = []
-    for first in range(0, count, _BLOCK):
-        found += _unpacker(min(_BLOCK, count - first))(blob, first * DIGEST_BYTES)
-    return found
-
-
-@lru_cache(maxsize=_BLOCK)
-def _unpacker(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
-    """Cuts so many digests out of a blob by one call, several times faster than slices or `iter_unpack` do."""
-    return struct.Struct(f"{DIGEST_BYTES}s" * count).unpack_from

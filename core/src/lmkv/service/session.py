@@ -244,11 +244,19 @@ class Session:
             self.reservations[number] = slots
         if len(slots) < len(new):
             self._metrics.inc("lmkv_dropped_stores_total", len(new) - len(slots), reason="no_room")
+        self._without_memory(message, [f for f in message.frames if offsets.get(f.digest, p.PRESENT) < 0])
         return p.Reserved(
             number if slots else 0,
             tuple([offsets.pop(frame.digest, p.PRESENT) for frame in message.frames]),
             tuple([frame.pages * page_bytes for frame in message.frames]),
         )
+
+    def _without_memory(self, message: p.Reserve, frames: Sequence[p.NewFrame]) -> None:
+        """Others have these, or there was no room: this client does not store them."""
+        tell = self._stack.on_unstored
+        if tell is not None:
+            for frame in frames:
+                tell(message.namespace, message.shard, frame.digest, frame.prefixes)
 
     def _commit(self, message: p.Commit) -> None:
         slots = self.reservations.pop(message.reservation, [])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lmkv.errors import ConfigError
 from lmkv.peer.messages import check_transfer
 from lmkv.service import protocol as p
-from lmkv.service.protocol import split_digests
+from lmkv.service.digests import split_digests
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,6 +31,7 @@ class Transfers:
             p.Transfer: self._transfer,
             p.AwaitTransfer: self._await,
             p.EndTransfer: self._end,
+            p.Unstored: self._unstored,
         }
 
     def close(self) -> None:
@@ -61,6 +62,11 @@ class Transfers:
     async def _reached(node: PeerNode, name: str, seconds: float) -> p.TransferState:
         reached = await node.incoming.wait(name, seconds)
         return p.TransferState(reached.state, reached.tokens)
+
+    def _unstored(self, message: p.Unstored) -> None:
+        if self._node is not None:
+            for digest in split_digests(message.digests):
+                self._node.outgoing.unstored(message.namespace, message.shard, digest)
 
     def _end(self, message: p.EndTransfer) -> None:
         name, node = message.transfer, self._node

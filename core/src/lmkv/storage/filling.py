@@ -85,6 +85,8 @@ def ended(stack: Stack, slots: Sequence[Slot], filled: Collection[Slot], *, seal
     if len(filled) < len(slots):
         for slot in set(slots).difference(filled):
             stack.forget_if_gone(slot.entry, slot.shard, MissReason.NEVER_STORED)
+            if stack.on_unstored is not None:
+                stack.on_unstored(slot.entry.namespace.id, slot.shard, slot.entry.digest, slot.entry.packed)
 
 
 def supersede(stack: Stack, slots: Iterable[Slot]) -> None:

@@ -43,6 +43,8 @@ class Stack:
 
     Attributes:
         on_stored: called with frames that have been filled and stored just now.
+        on_unstored: called with namespace, shard, digest and page prefixes of a frame that somebody was to store and
+            did not: refused, given up, or all of it lies in a longer one.
     """
 
     def __init__(self, tiers: Sequence[Tier], pool: Pool, index: Index, metrics: Metrics, *, staging: int) -> None:
@@ -58,6 +60,7 @@ class Stack:
         self.demotion = Demotion(self, tiers)
         self.loads = Loads(self)
         self.on_stored: Callable[[Sequence[Slot]], None] | None = None
+        self.on_unstored: Callable[[bytes, int, bytes, bytes], None] | None = None
         for tier in tiers:
             tier.on_late_put = self._late_put(tier)
             tier.on_room = self.room.more
