@@ -58,13 +58,18 @@ def test_a_listing_that_would_take_too_long_is_given_up(
     wanted = [make_key(n) for n in range(MANY)]
     s3.put(wanted[::2], [make_memory(b"x")] * (MANY // 2))
     asked: list[str] = []
-    plain = s3._bucket.ask
+    plain, look = s3._bucket.ask, s3._bucket.exists
 
     def ask(operation: str, *args: object, **params: object) -> object:
         asked.append(operation)
         return plain(operation, *args, **params)  # type: ignore[arg-type]
 
+    def exists(*args: object) -> object:
+        asked.append("head_object")
+        return look(*args)  # type: ignore[arg-type]
+
     monkeypatch.setattr(s3._bucket, "ask", ask)
+    monkeypatch.setattr(s3._bucket, "exists", exists)
     assert list(s3.contains(wanted)) == [True, False] * (MANY // 2)
     pages = MANY // listing.HEADS_PER_PAGE
     assert asked.count("list_objects_v2") == pages

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lmkv.errors import ClosedError
 from lmkv_backend_s3.client import make_client
+from lmkv_backend_s3.heads import Heads
 from lmkv_backend_s3.refusals import AbsentError, StoreError, explained
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Bucket:
         if options.sse_customer_key is not None:
             key = base64.b64decode(options.sse_customer_key.get_secret_value())
             self._for_reads = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+        self._heads = Heads(self._client, self._transport, {"Bucket": self.name, **self._for_reads})
         self._for_writes = dict(self._for_reads)
         if options.sse is not None:
             self._for_writes["ServerSideEncryption"] = options.sse
@@ -135,8 +137,12 @@ class Bucket:
 
     def exists(self, key: str, until: float) -> bool:
         """Whether there is such an object. A store that lets nobody list answers 403 instead of 404: that is raised."""
-        self.ask("head_object", until, Key=key, **self._for_reads)
-        return True
+
+        def attempt() -> bool:
+            with self._transport.exchange(until):
+                return self._heads.exists(key)
+
+        return self._persist("head_object", attempt, until)
 
     def fetch(
         self, key: str, view: memoryview, until: float, *, start: int | None = None, patient: bool = True

@@ -21,7 +21,7 @@ from botocore.parsers import ResponseParserError
 
 from lmkv.errors import BackendError
 
-_BUSY: Final = {429, 500, 502, 503, 504}
+BUSY: Final = {429, 500, 502, 503, 504}
 _BUSY_CODES: Final = {
     "BandwidthLimitExceeded",
     "InternalError",
@@ -130,7 +130,7 @@ def _answered(what: str, error: ClientError) -> Exception:
         return AbsentError()
     elif code in _BEYOND:
         return BeyondError()
-    if status in _BUSY or code in _BUSY_CODES:
+    if status in BUSY or code in _BUSY_CODES:
         return StoreError(f"{what}: the store is busy: {code} ({status})", code=code, definite=False)
     said = str(about.get("Message") or "").strip().rstrip(".")
     advice = _ADVICE.get(code) or _ADVICE.get(str(status), "")
