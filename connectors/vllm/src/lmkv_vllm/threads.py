@@ -13,22 +13,16 @@ if TYPE_CHECKING:
 
 
 def spread() -> None:
-    """Let the calling thread run beside the engine's compute threads.
+    """Let the calling thread run beside the engine's compute threads, on whichever core is idle.
 
     vLLM's CPU build binds the threads that compute to cores of their own, the main thread among them, and a new thread
-    inherits the binding of the one that starts it: our copies would stop the computation. The calling thread gets the
-    machine's other cores instead; where the main thread is not bound, or bound to all of them, nothing changes.
+    inherits the binding of the one that starts it: our copies would stop the computation. Nor is the calling thread
+    bound to the other cores: another engine may compute there, or spin while it waits for its next step. A thread that
+    waits there for its turn while it holds Python's lock stops this engine, too; for seconds, as was seen.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    with contextlib.suppress(OSError):
-        bound = os.sched_getaffinity(os.getpid())  # of the main thread
-        everything = set(range(os.cpu_count() or 1))
-        if others := everything - bound:
-            with contextlib.suppress(OSError):  # the container may not allow any of them
-                os.sched_setaffinity(0, others)
-                return
-        os.sched_setaffinity(0, bound)
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # the container may allow none of them
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 class Lane:
