@@ -171,6 +171,20 @@ def test_what_is_not_looked_up(site: Site, controller: FakeController, fields: d
     assert not controller.asked
 
 
+@pytest.mark.parametrize("status", [413, 422])
+def test_a_prompt_that_the_controller_does_not_take_is_no_fault_of_the_controller(
+    site: Site, controller: FakeController, status: int
+) -> None:
+    """A salt that is too long, a prompt that is: the next request is looked up at once."""
+    proxy, _ = before(site, controller)
+    controller.hits = {"n1": 256}
+    controller.answer = JSONResponse({"error": {"kind": "body"}}, status_code=status)
+    assert proxy.post(prompt=LONG, cache_salt="s" * 2000).status_code == 200
+    controller.answer = None
+    assert proxy.post(prompt=LONG, cache_salt="s").json()["system_fingerprint"] == "engine-1"
+    assert outcomes(proxy) == {"not-cached": 1, "cached": 1}
+
+
 def test_pictures_are_not_looked_up(site: Site, controller: FakeController) -> None:
     proxy, _ = before(site, controller)
     parts = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"url": "data:…"}}]

@@ -37,7 +37,8 @@ REST_SECONDS: Final = 2.0
 """After a look-up without an answer the controller is left alone for so long: not every request waits for it."""
 MAX_ANSWER: Final = 16 << 20
 _OK: Final = 200
-_UNKNOWN: Final = 404
+_NOTHING: Final = frozenset({404, 413, 422})
+"""No node has such a model, or the controller does not take such a prompt: it is well."""
 
 
 class NodeHit(msgspec.Struct):
@@ -92,7 +93,7 @@ class Controller:
         body = msgspec.json.encode({"model": model, "tokens": tokens, **({"salt": salt} if salt else {})})
         with await self._client.send("POST", b"/v1/lookup", self._headers, body, silence=self._seconds) as answer:
             content = await answer.read(MAX_ANSWER)
-            if answer.status == _UNKNOWN:  # no node has such a model
+            if answer.status in _NOTHING:
                 return []
             if answer.status != _OK:
                 raise EngineError("refused", f"/v1/lookup: status {answer.status}")
