@@ -12,6 +12,7 @@ from agent_rig import Controller, agent, agree, eventually, running
 from storage_rig import FRAME, Client, Shelf, chain, namespace, storage
 
 from lmkv.agent import client as agent_client
+from lmkv.agent import fences
 from lmkv.agent import jobs as agent_jobs
 from lmkv.agent import messages as m
 from lmkv.frame import parse_trailer
@@ -94,6 +95,34 @@ def test_drop(tier: str) -> None:
                 left = it.there(name)
                 assert left == (set(KEYS.digests[2:]) if tier in {"", name} else set(KEYS.digests)), name
             await eventually(lambda: agree(it.controller, it.manager))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["nothing", "time", "fetch", "others"])
+def test_a_drop_behind_a_fence(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for it may have stood still since: the node says by its own clock whether it is too late."""
+
+    async def main() -> None:
+        async with rig() as it:
+            space = it.one.space.id
+            if end == "time":
+                monkeypatch.setattr(fences, "FENCE_SECONDS", -1.0)
+            fenced = await it.do(m.Fence(space, BLOB[:64]))
+            assert (fenced.state, fenced.done, fenced.total) == (m.DONE, 2, 2)
+            if end == "fetch":  # from nowhere, but it was begun
+                await it.do(m.Fetch("127.0.0.1:1", space, BLOB[32:96], "ram"))
+            dropped = BLOB[:96] if end == "others" else BLOB[:64]
+            done = await it.do(m.Drop(space, dropped, "ram", fenced.counts["fence"]))
+            if end == "nothing":
+                assert (done.state, done.done, done.counts) == (m.DONE, 2, {})
+                assert it.there("ram") == set(KEYS.digests[2:])
+            else:
+                assert (done.state, done.counts) == (m.FAILED, {"late": 1})
+                assert "too late" in done.error
+                assert it.there("ram") == set(KEYS.digests)
+            unknown = await it.do(m.Drop(space, BLOB, "ram", 12345))
+            assert unknown.counts == {"late": 1}
 
     asyncio.run(main())
 

@@ -148,18 +148,19 @@ def test_a_job_is_cancelled_through_the_other_controller(redis: RedisServer) -> 
         until(lambda: a._cancelled, "the node hears of it")
 
 
-def test_who_has_lost_a_job_takes_nothing_away(redis: RedisServer) -> None:
+@pytest.mark.parametrize("kind", [messages.Fetch, messages.Fence])
+def test_who_has_lost_a_job_takes_nothing_away(redis: RedisServer, kind: type) -> None:
     """It stood still while another one went on with the job: what lies at the source may have been brought back."""
     with Controller(directory=redis.url) as controller, Nodes() as nodes:
         a, b = (nodes.start(name, controller, SPACE) for name in "ab")
         a.store(CHUNKS[:4], SPACE)
 
         def lose(job: str, command: m.Command) -> bool:
-            if isinstance(command, messages.Fetch):
+            if isinstance(command, kind):
                 redis.cli("SET", f"lmkv:fleet:jobs:owner:{job.partition('.')[0]}", "another", "PX", "60000")
             return True
 
-        b.after = lose
+        a.after = b.after = lose
         moved = {**MOVE, "tokens": PROMPT[: 4 * CHUNK]}
         job = controller.post("move", moved, params={"wait": 0}, status=202)["id"]
         until(lambda: job not in controller.server.parts.jobs._tasks, "it gives up")

@@ -119,9 +119,36 @@ def test_a_chunk_that_did_not_arrive_stays_where_it_was(nodes: Nodes, controller
     b.before = lose
     job = controller.post("move", {**ASKED, "source": {"node": "a"}, "target": {"node": "b", "tier": "ram"}})
     assert (job["state"], job["done"], job["failed"]) == ("failed", 3, 1)
-    (drop,) = [command for _, command in a.commands]
+    fence, drop = [command for _, command in a.commands]
+    assert isinstance(fence, m.Fence)
     assert isinstance(drop, m.Drop)
     assert CHUNKS[2] not in drop.digests
+    assert drop.digests == fence.digests
+    assert drop.fence
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_what_comes_too_late_to_the_source_is_asked_anew(times: int, nodes: Nodes, controller: Controller) -> None:
+    """The controller stood still, or the source was busy: nothing is taken away on what was true then."""
+    a, b = (nodes.start(name, controller, SPACE) for name in "ab")
+    a.store(CHUNKS, SPACE)
+    refused: list[str] = []
+
+    def late(job: str, command: m.Command) -> bool:
+        if isinstance(command, m.Drop) and len(refused) < times:
+            refused.append(job)
+            a._say(m.Progress(job, 0, len(CHUNKS), {}, {"late": 1}, m.FAILED, "it comes too late"))
+            return False
+        return True
+
+    a.before = late
+    job = controller.post("move", {**ASKED, "source": {"node": "a"}, "target": {"node": "b", "tier": "ram"}})
+    assert job["state"] == ("done" if times == 1 else "failed")
+    assert a.tiers[0].of(SPACE.id) == (set() if times == 1 else set(CHUNKS))
+    assert b.tiers[0].of(SPACE.id) == set(CHUNKS)
+    assert times == 1 or "too late" in job["error"]
+    assert not b.pins
+    assert len(set(refused)) == len(refused) == min(times, 3)
 
 
 def test_a_target_that_starts_anew_in_between_gets_nothing_taken_away(nodes: Nodes, controller: Controller) -> None:

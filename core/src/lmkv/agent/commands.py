@@ -7,8 +7,9 @@ import inspect
 from typing import TYPE_CHECKING, Final
 
 from lmkv.agent import messages as m
+from lmkv.agent.fences import Fences
 from lmkv.agent.fetch import Fetcher
-from lmkv.errors import ConfigError
+from lmkv.errors import BackendError, ConfigError
 from lmkv.storage.verbs import Verbs, check_writable
 from lmkv.types import DIGEST_BYTES, ChunkKey
 
@@ -39,6 +40,7 @@ class Commands:
         self._manager = manager
         self._verbs = Verbs(manager)
         self._fetcher = Fetcher(manager, peers)
+        self._fences = Fences()
 
     async def __call__(self, job: Job) -> None:
         """Do what the job's command says, until it is done or `Job.check` raises.
@@ -52,7 +54,12 @@ class Commands:
         elif isinstance(command, m.UnpinChunks):
             await self._unpin(job, command)
         elif isinstance(command, m.Fetch):
+            self._fences.end(command.namespace, split(command.digests))
             await self._fetcher.run(job, command)
+        elif isinstance(command, m.Fence):
+            digests = split(command.digests)
+            job.counts["fence"] = self._fences.give(command.namespace, digests)
+            job.total = job.done = len(digests)
         elif isinstance(command, m.Drop):
             await self._drop(job, command)
         elif isinstance(command, m.Shift):
@@ -82,6 +89,9 @@ class Commands:
 
     async def _drop(self, job: Job, command: m.Drop) -> None:
         tiers = self._droppable(command.tier)
+        if command.fence and not self._fences.allow(command.fence, command.namespace, split(command.digests)):
+            job.counts["late"] = 1
+            raise BackendError("it comes too late, or chunks of it have come anew since it was begun", kind="late")
         leaving: list[Entry] = []
         async for digest, entry in self._each(job, command.namespace, command.digests):
             if entry is None or not _lies_in(entry, tiers):

@@ -148,7 +148,8 @@ class Progress(Message, frozen=True):
     failed: dict[str, str] = {}
     """Hexadecimal digest → reason, of all chunks that failed so far."""
     counts: dict[str, int] = {}
-    """`ClearTier`: chunk shards removed, by tier. `Fetch`: ``bytes`` pulled, ``present`` chunks that were there."""
+    """`ClearTier`: chunk shards removed, by tier. `Fetch`: ``bytes`` pulled, ``present`` chunks that were there.
+    `Fence`: ``fence``. `Drop`: ``late``."""
     state: str = RUNNING
     """`RUNNING`, `DONE` (some chunks may have failed), `FAILED` (`error` says why) or `CANCELLED`."""
     error: str = ""
@@ -208,6 +209,17 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Canonical JSON of the namespace, for a node none of whose clients has declared it; empty: it must have been."""
 
 
+class Fence(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give out a number under which these chunks may be dropped for a while: `Progress.counts` has it as ``fence``.
+
+    It ends by the node's own clock, with the node, and when a `Fetch` brings any of them. So who asks for it, looks
+    once more whether he may, and then drops, does not do so later than he thinks, however long he stood still.
+    """
+
+    namespace: bytes
+    digests: bytes
+
+
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take chunks out of `tier` (empty: out of all own tiers). Those that are held go when they are let go of.
 
@@ -217,6 +229,9 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     namespace: bytes
     digests: bytes
     tier: str = ""
+    fence: int = 0
+    """Of a `Fence` for these chunks. When it has ended nothing is dropped: `FAILED`, with ``late`` among the counts. 0:
+    whenever it comes."""
 
 
 class Shift(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -245,7 +260,7 @@ class ClearTier(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tier: str | None = None
 
 
-Command: TypeAlias = PinChunks | UnpinChunks | Fetch | Drop | Shift | RecodeChunks | ClearTier
+Command: TypeAlias = PinChunks | UnpinChunks | Fetch | Fence | Drop | Shift | RecodeChunks | ClearTier
 
 
 class Do(Message, frozen=True):

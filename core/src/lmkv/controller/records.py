@@ -9,6 +9,7 @@ import msgspec
 from lmkv.agent.messages import (
     ClearTier,
     Drop,
+    Fence,
     Fetch,
     PinChunks,
     RecodeChunks,
@@ -26,7 +27,7 @@ FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
 ENDED: Final[frozenset[State]] = frozenset({DONE, FAILED, CANCELLED})
 
-Command: TypeAlias = PinChunks | UnpinChunks | Fetch | Drop | Shift | RecodeChunks | ClearTier
+Command: TypeAlias = PinChunks | UnpinChunks | Fetch | Fence | Drop | Shift | RecodeChunks | ClearTier
 
 
 class Failure(msgspec.Struct, frozen=True):
