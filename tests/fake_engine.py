@@ -382,6 +382,9 @@ class Node:
             return
         try:
             self.settle()
+            until = time.monotonic() + 20.0
+            while self.held() and time.monotonic() < until:  # the last word of a peer may be on its way
+                time.sleep(0.01)
             assert self.held() == {}
         finally:
             self.threads.shutdown()

@@ -62,7 +62,7 @@ class Controller:
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="controller")
         # Without TLS no authorities are read from the disk, which takes as long as all the rest.
-        self.client = httpx.Client(base_url=self.url, timeout=SECONDS, verify=verify)
+        self.client = httpx.Client(base_url=self.url, timeout=2 * SECONDS, verify=verify)  # of which it may wait one
 
     def _run(self) -> None:
         try:

@@ -140,6 +140,7 @@ def test_a_job_is_cancelled_through_the_other_controller(redis: RedisServer) -> 
         a.store(CHUNKS, SPACE)
         a.before = lambda _job, _command: False  # never done
         job = first.post("move", {**MOVE, "source": {"node": "a", "tier": "ram"}}, params={"wait": 0}, status=202)["id"]
+        until(lambda: first.get(f"/v1/jobs/{job}")["state"] == "running", "it has the chunks to itself")
         waiting = second.post("move", MOVE, params={"wait": 0}, status=202)["id"]
         assert second.get(f"/v1/jobs/{waiting}", params={"wait": 1})["state"] == "waiting", "one at a time"
         second.client.delete(f"/v1/jobs/{waiting}").raise_for_status()

@@ -284,7 +284,8 @@ class RunningProxy:
     """A proxy in a thread, with a client that keeps connections."""
 
     def __init__(self, node: Node | None, **options: Any) -> None:
-        settings = Settings(**{"min_prefill_tokens": 64, "health_interval": "50ms", **options})
+        patient = {"lookup_timeout": "20s", "connect_timeout": "20s"}  # what is not tested is waited for
+        settings = Settings(**{"min_prefill_tokens": 64, "health_interval": "50ms", **patient, **options})
         assert not settings.faults(), settings.faults()
         self.settings = settings
         self.sock = listen("127.0.0.1", 0, "proxy")
