@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport_rig import SESSION, TOKEN, Side, noise
 
+from lmkv.peer import cut, tcp, wire
 from lmkv.peer import line as lines
-from lmkv.peer import tcp, wire
 from lmkv.peer.line import Line
 from lmkv.peer.transport import DeadlineError, Reach, Region, TransportError, neighbours
 
@@ -322,7 +322,7 @@ def test_shares_cover_a_call(shape: list[tuple[bool, int]], number: int) -> None
         local.append(Region(2 * at, nbytes))
         at += nbytes
     total = sum(nbytes for _, nbytes in shape)
-    shares = tcp._shares(neighbours(remote, local), total, number)
+    shares = cut.shares(neighbours(remote, local), total, number)
     assert 1 <= len(shares) <= number
     assert all(there.nbytes == here.nbytes > 0 for share in shares for there, here in share)
     sizes = [sum(here.nbytes for _, here in share) for share in shares]

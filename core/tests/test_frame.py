@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lmkv import frame
 from lmkv.errors import FrameError
-from lmkv.frame import Trailer, frame_bytes, link, parse_trailer, seal, trailer_bytes, verify
+from lmkv.frame import Arrival, Trailer, frame_bytes, link, parse_trailer, seal, trailer_bytes, verify
 from lmkv.types import ALIGNMENT, ChunkKey, StoredFrame
 
 DOC = Path(__file__).parents[2] / "docs" / "reference" / "frame-format.md"
@@ -107,6 +107,39 @@ def test_a21_damaged_frame() -> None:
             verify(memoryview(other), TRAILER.key)
     with pytest.raises(FrameError, match="were written"):
         verify(memoryview(bytes(ALIGNMENT) + memory), TRAILER.key)
+
+
+@given(st.lists(st.integers(-5, 20_000), max_size=8), st.integers(0, 12_287), st.integers(0, 1), st.integers(0, 8192))
+def test_a_frame_is_checked_however_it_lands(steps: list[int], at: int, flip: int, spare: int) -> None:
+    memory = sealed()
+    memory[at] ^= flip
+    nbytes = len(memory)
+    arrival = Arrival(memoryview(memory + bytes(spare)))
+    for step in steps:
+        arrival.landed(step)
+    if flip:
+        with pytest.raises(FrameError):
+            arrival.verify(nbytes, TRAILER.key)
+    else:
+        assert arrival.verify(nbytes, TRAILER.key) == TRAILER
+
+
+def test_what_has_landed_is_not_read_again() -> None:
+    memory = sealed()
+    arrival = Arrival(memoryview(memory))
+    arrival.landed(4096)
+    memory[0] ^= 1
+    assert arrival.verify(len(memory), TRAILER.key) == TRAILER
+
+
+def test_what_lands_anew_is_judged_by_what_is_there_in_the_end() -> None:
+    right = sealed()
+    memory = bytearray(os.urandom(len(right)))
+    arrival = Arrival(memoryview(memory))
+    arrival.landed(8192)  # of a try that came to nothing
+    memory[:] = right
+    arrival.landed(len(memory))
+    assert arrival.verify(len(memory), TRAILER.key) == TRAILER
 
 
 @pytest.mark.parametrize(

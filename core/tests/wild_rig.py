@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from lmkv.hookspecs import hookimpl
-from lmkv.peer.transport import Channel, Transport, TransportError, check_regions
+from lmkv.peer.transport import Channel, Transport, TransportError, check_regions, unheeded
 from lmkv.plugins import PluginHost
 from lmkv.specs import TransportSpec
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from lmkv.memory import Pool
-    from lmkv.peer.transport import Guard, Reach, Region, TransportContext
+    from lmkv.peer.transport import Guard, Landed, Reach, Region, TransportContext
 
 
 class Wild:
@@ -68,7 +68,7 @@ class WildChannel(Channel):
         self.wild, self.ours, self.theirs = transport.wild, transport.pool, theirs
         self.closed = threading.Event()
 
-    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float, landed: Landed = unheeded) -> None:
         self._move(self.theirs, remote, self.ours, local)
 
     def write(self, local: Sequence[Region], remote: Sequence[Region], until: float) -> None:

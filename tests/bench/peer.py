@@ -21,7 +21,7 @@ from tests.bench.harness import Row, against, interleaved, seconds
 
 from lmkv.config import load_config
 from lmkv.errors import PluginError
-from lmkv.frame import Trailer, frame_bytes, seal, verify
+from lmkv.frame import Arrival, Trailer, frame_bytes, seal
 from lmkv.keys import KeyChain, Namespace
 from lmkv.memory import Pool
 from lmkv.peer.link import Frame
@@ -153,7 +153,7 @@ class BareAgent:
         blocks = [(i * NBYTES, NBYTES) for i in range(FRAMES)]
         here = [(self.pool.address + offset, nbytes) for offset, nbytes in blocks]
         there = [(self._there + offset, nbytes) for offset, nbytes in blocks]
-        handle, done = self._agent.begin("write", here, there, self._peer, b"")
+        handle, done = self._agent.begin("write", here, there, self._peer)
         while not done:
             done = self._agent.done(handle)
         self._agent.release(handle)
@@ -218,10 +218,13 @@ class Ours:
 
         def part(first: int) -> None:
             some, into = keys[first : first + PART], self._objects[first : first + PART]
+            arrivals = [Arrival(obj.view) for obj in into]
+            for obj, arrival in zip(into, arrivals, strict=True):
+                obj.on_landed = arrival.landed
             outcomes = self._node.peers.run(self._link.pull(some, into, time.monotonic() + LONG))
-            for key, obj, outcome in zip(some, into, outcomes, strict=True):
+            for key, arrival, outcome in zip(some, arrivals, outcomes, strict=True):
                 assert outcome.ok, outcome
-                verify(obj.view, key)
+                arrival.verify(outcome.nbytes, key)
 
         list(self._crew.map(part, range(0, FRAMES, PART)))
 

@@ -34,6 +34,7 @@ FRAME = 100_000
 """Seven parts of 16 KiB."""
 KEY = make_key(1)
 NAME = f"lmkv:f:{{{KEY}}}"
+PAYLOAD = make_payload(1, FRAME)
 
 
 @pytest.fixture
@@ -411,3 +412,12 @@ def test_log_is_quiet(server: RedisServer, open_redis: Open, caplog: pytest.LogC
     put(backend)
     get(backend)
     assert not caplog.messages
+
+
+def test_what_has_come_is_told_part_by_part(server: RedisServer, open_redis: Open) -> None:
+    backend = open_redis(url=server.url)
+    put(backend)
+    memory, told = make_memory(FRAME), list[int]()
+    memory.on_landed = lambda nbytes: told.append(nbytes if bytes(memory.view[:nbytes]) == PAYLOAD[:nbytes] else -1)
+    assert backend.get([KEY], [memory])[0].ok
+    assert told == [*range(16384 - 64, FRAME, 16384 - 64), FRAME]

@@ -46,7 +46,7 @@ class StorageBackendInterface(ABC):
 
     @abstractmethod
     def get(self, keys: Sequence[ChunkKey], into: Sequence[MemoryObject]) -> Sequence[Outcome]:
-        """Read frames into `into[i].view`, from its first byte on.
+        """Read frames into `into[i].view`, from its first byte on; `into[i].landed` may be told how far it is.
 
         Returns `OK(nbytes)` with the length of the stored frame, `MISS`, or `FAILED` when the stored frame is
         longer than the buffer or shorter than the store says it is.

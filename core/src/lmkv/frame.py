@@ -103,6 +103,50 @@ def verify(view: memoryview, key: ChunkKey) -> Trailer:
     Raises:
         FrameError: it is not the intact frame of `key`; the message names what differs.
     """
+    return Arrival(view).verify(len(view), key)
+
+
+class Arrival:
+    """A frame on its way into memory: what has landed is summed up while the processor's caches have it.
+
+    A checksum over bytes that are in a cache is some four times as fast as one that fetches them from memory. Not
+    thread-safe: calls for one frame come one after the other.
+
+    Args:
+        view: where the frame is put, from its first byte on; may be longer than the frame.
+    """
+
+    __slots__ = ("_done", "_sum", "_view")
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._done = 0
+        # The streaming object, not the one-shot function: it releases the GIL for large buffers in every release.
+        self._sum = xxhash.xxh3_128()
+
+    def landed(self, nbytes: int) -> None:
+        """The first `nbytes` bytes of the view are final. Never goes back; releases the GIL."""
+        end = min(nbytes, len(self._view)) - _FRAME_SUM  # the frame may end here, and its checksum is not covered
+        if end > self._done:
+            self._sum.update(self._view[self._done : end])
+            self._done = end
+
+    def verify(self, nbytes: int, key: ChunkKey) -> Trailer:
+        """`verify` of the first `nbytes` bytes of the view, of which those that have landed are not read again."""
+        if self._done and self._done > nbytes - _FRAME_SUM:  # more was announced than came
+            return verify(self._view[:nbytes], key)
+        trailer = _whole(self._view[:nbytes], key)
+        early = self._done
+        self.landed(nbytes)
+        if self._sum.digest() != self._view[nbytes - _FRAME_SUM : nbytes]:
+            if early:  # unless what was said to be final has been put there anew
+                return verify(self._view[:nbytes], key)
+            raise FrameError("frame: checksum of payload and trailer differs")
+        return trailer
+
+
+def _whole(view: memoryview, key: ChunkKey) -> Trailer:
+    """The trailer of the frame that `view` is, if it is the one of `key`; the payload is not looked at."""
     body, shape = _parse(view)
     trailer, nbytes = _trailer(body, shape), shape.nbytes
     if nbytes != len(view):
@@ -114,9 +158,6 @@ def verify(view: memoryview, key: ChunkKey) -> Trailer:
     ):
         if stored != asked:
             raise FrameError(f"frame: it is of {name} {stored}, not {asked}")
-    end = nbytes - _FRAME_SUM
-    if _checksum(view[:end]) != bytes(view[end:]):
-        raise FrameError("frame: checksum of payload and trailer differs")
     return trailer
 
 
@@ -252,7 +293,6 @@ def _check_digests(trailer: Trailer) -> None:
 
 
 def _checksum(covered: memoryview) -> bytes:
-    # The streaming object, not the one-shot function: it releases the GIL for large buffers in every xxhash release.
-    state = xxhash.xxh3_128()
+    state = xxhash.xxh3_128()  # streaming, as in `Arrival`
     state.update(covered)
     return state.digest()

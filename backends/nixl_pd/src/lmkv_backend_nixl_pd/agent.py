@@ -126,18 +126,17 @@ class Agent:
         local: Sequence[tuple[int, int]],
         remote: Sequence[tuple[int, int]],
         peer: str,
-        note: bytes,
     ) -> tuple[int, bool]:
-        """Start a transfer between (address, bytes) here and there; `note` reaches the peer when it is done.
+        """Start a transfer between (address, bytes) here and there.
 
         Returns the transfer, which has to be released, and whether it is done already.
         """
         library = self._library
         kind = library.NIXL_READ if operation == "read" else library.NIXL_WRITE
         with self._use(operation) as agent:
-            handle = agent.createXferReq(kind, self._table(local), self._table(remote), peer, note, self._backend)
+            handle = agent.createXferReq(kind, self._table(local), self._table(remote), peer, b"", self._backend)
             try:
-                return handle, self._is_done(agent.postXferReq(handle, note), operation)
+                return handle, self._is_done(agent.postXferReq(handle), operation)
             except BaseException:
                 with contextlib.suppress(*self._errors):
                     agent.releaseXferReq(handle)
@@ -152,6 +151,11 @@ class Agent:
         """Forget a transfer; raises when it goes on all the same."""
         with self._use("releasing a transfer") as agent:
             agent.releaseXferReq(handle)
+
+    def tell(self, peer: str, note: bytes) -> None:
+        """Send a note to a peer. Never raises: it may be lost."""
+        with contextlib.suppress(TransportError), self._use("sending a note") as agent:
+            agent.genNotif(peer, note, self._backend)
 
     def notes(self) -> list[bytes]:
         """What peers have said since the last call."""

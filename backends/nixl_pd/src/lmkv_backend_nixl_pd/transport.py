@@ -22,7 +22,16 @@ import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Final
 
-from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
+from lmkv.peer.transport import (
+    Channel,
+    DeadlineError,
+    Region,
+    Transport,
+    TransportError,
+    check_regions,
+    neighbours,
+    unheeded,
+)
 from lmkv_backend_nixl_pd.agent import Agent, Starter, bindings, version_of
 from lmkv_backend_nixl_pd.doorstep import DOOR_BYTES, SIGN_BYTES, Blob, Doorstep
 
@@ -30,17 +39,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lmkv.memory import Pool
-    from lmkv.peer.transport import Guard, Reach, TransportContext
+    from lmkv.peer.transport import Guard, Landed, Reach, TransportContext
 
 BATCH_BYTES: Final = 64 << 20
 """A transfer has less than twice as many: where the kernel copies, it cannot be stopped before it is done."""
+WARM_BYTES: Final = 4 << 20
+"""The same for reads: what has landed is looked at while the processor's caches have it."""
 BATCH_REGIONS: Final = 4096
 SPINS: Final = 20
 """Times that a transfer is asked at once whether it is done, before the thread sleeps in between."""
 SLEEPS: Final = (20e-6, 1e-3)
 """Seconds of the first sleep and of the longest; each is half as long again as the one before."""
 NOTES_SECONDS: Final = 1.0
-"""Between two looks at what peers have moved here."""
+"""Between two notes to a peer, and between two looks at those of others. Not one with each transfer: on the way to its
+peer it holds up the next one."""
 CONNECT_SECONDS: Final = 5.0
 _NOTE: Final = struct.Struct("<8sQQ")
 _NOTE_MARK: Final = b"lmkvnote"
@@ -66,6 +78,7 @@ class NixlTransport(Transport):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._starters: list[Starter] = []
+        self._channels: set[NixlChannel] = set()
         self._closed = threading.Event()
         self.door = door = Doorstep(version_of(self._library))
         memory = [(self.address, pool.nbytes), (door.address, DOOR_BYTES)]
@@ -107,7 +120,14 @@ class NixlTransport(Transport):
         except BaseException:
             channel.close()
             raise
+        with self._lock:
+            self._channels.add(channel)
         return channel
+
+    def forget(self, channel: NixlChannel) -> None:
+        """It is closed."""
+        with self._lock:
+            self._channels.discard(channel)
 
     def retire(self, starter: Starter, why: str) -> None:
         """A transfer of that one has to end now: when this returns it touches no memory any more."""
@@ -143,8 +163,15 @@ class NixlTransport(Transport):
             starter.set_aside()
 
     def _read_notes(self) -> None:
-        """Counts what peers have moved. Some microseconds each time; the library would keep the notes for ever."""
+        """Tells peers what was moved there, and counts what they have moved here.
+
+        Some microseconds each time; the library would keep the notes for ever.
+        """
         while not self._closed.wait(NOTES_SECONDS):
+            with self._lock:
+                channels = list(self._channels)
+            for channel in channels:
+                channel.tell()
             try:
                 notes = self._agent.notes()
             except TransportError as e:
@@ -166,6 +193,7 @@ class NixlChannel(Channel):
         self._there = there
         self._session = session
         self._lock = threading.Lock()
+        self._moved = 0
         self._closed = False
 
     def knock(self, until: float) -> None:
@@ -180,13 +208,17 @@ class NixlChannel(Channel):
         if view != self._there.sign:
             raise TransportError("nixl reads somebody else's memory: not the process that was to be reached")
 
-    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float, landed: Landed = unheeded) -> None:
         """As the contract says."""
-        self._move("read", remote, local, until)
+        filled = 0
+        for nbytes in self._move("read", remote, local, until, WARM_BYTES):
+            filled += nbytes
+            landed(filled)
 
     def write(self, local: Sequence[Region], remote: Sequence[Region], until: float) -> None:
         """As the contract says."""
-        self._move("write", remote, local, until)
+        for _ in self._move("write", remote, local, until, BATCH_BYTES):
+            pass
 
     def close(self) -> None:
         """As the contract says."""
@@ -194,23 +226,37 @@ class NixlChannel(Channel):
             if self._closed:
                 return
             self._closed = True
+        self.tell()
+        self._transport.forget(self)
         self._starter.leave(self._there.agent)
 
-    def _move(self, operation: str, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+    def _move(
+        self, operation: str, remote: Sequence[Region], local: Sequence[Region], until: float, most: int
+    ) -> Iterator[int]:
+        """One transfer after the other, of about `most` bytes; the bytes of each that has been done."""
         check_regions(remote, local, self._transport.pool)
         if any(region.offset + region.nbytes > self._there.nbytes for region in remote):
             raise TransportError("regions that are not inside the peer's pool")
-        for batch in _batches(neighbours(remote, local)):
+        for batch in _batches(neighbours(remote, local), most):
             if time.monotonic() >= until:
                 raise DeadlineError("not done in time")
             self._carry(operation, batch, until)
+            yield sum(region.nbytes for region, _ in batch)
+        with self._lock:
+            self._moved += sum(region.nbytes for region in local)
+
+    def tell(self) -> None:
+        """One note to the peer of what has been moved since the last one, for its figures. It may be lost."""
+        with self._lock:
+            nbytes, self._moved = self._moved, 0
+        if nbytes:
+            self._starter.agent.tell(self._there.agent, _NOTE.pack(_NOTE_MARK, self._session, nbytes))
 
     def _carry(self, operation: str, batch: Sequence[tuple[Region, Region]], until: float) -> None:
-        """One transfer, with one note to the peer when it is done."""
+        """One transfer."""
         here = [(self._transport.address + region.offset, region.nbytes) for _, region in batch]
         there = [(self._there.pool + region.offset, region.nbytes) for region, _ in batch]
-        note = _NOTE.pack(_NOTE_MARK, self._session, sum(region.nbytes for region, _ in batch))
-        handle, done = self._begin(operation, here, there, until, note)
+        handle, done = self._begin(operation, here, there, until)
         try:
             self._wait(handle, until, done=done)
         except BaseException as e:
@@ -224,10 +270,9 @@ class NixlChannel(Channel):
         here: Sequence[tuple[int, int]],
         there: Sequence[tuple[int, int]],
         until: float,
-        note: bytes = b"",
     ) -> tuple[int, bool]:
         try:
-            begun = self._starter.crew.submit(self._post, operation, here, there, note)
+            begun = self._starter.crew.submit(self._post, operation, here, there)
         except RuntimeError as e:  # shut down
             raise TransportError("NIXL has been stopped here") from e
         try:
@@ -238,11 +283,11 @@ class NixlChannel(Channel):
             return begun.result()  # the kernel copies: that has an end
 
     def _post(
-        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]], note: bytes
+        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]
     ) -> tuple[int, bool]:
         if self._closed:
             raise TransportError("the channel is closed")
-        return self._starter.agent.begin(operation, here, there, self._there.agent, note)
+        return self._starter.agent.begin(operation, here, there, self._there.agent)
 
     def _wait(self, handle: int, until: float, *, done: bool) -> None:
         """Until it is done: at first without sleep, then with longer and longer ones."""
@@ -275,16 +320,16 @@ class NixlChannel(Channel):
         self._transport.retire(self._starter, str(error))
 
 
-def _batches(pairs: Sequence[tuple[Region, Region]]) -> Iterator[list[tuple[Region, Region]]]:
-    """The pairs in lists that end with `BATCH_BYTES` or `BATCH_REGIONS`, whole ones as long as they are no longer."""
+def _batches(pairs: Sequence[tuple[Region, Region]], most: int) -> Iterator[list[tuple[Region, Region]]]:
+    """The pairs in lists that end with `most` bytes or `BATCH_REGIONS`, whole ones as long as they are no longer."""
     batch: list[tuple[Region, Region]] = []
     nbytes = 0
     for there, here in pairs:
-        for at in range(0, here.nbytes, BATCH_BYTES):
-            part = min(BATCH_BYTES, here.nbytes - at)
+        for at in range(0, here.nbytes, most):
+            part = min(most, here.nbytes - at)
             batch.append((Region(there.offset + at, part), Region(here.offset + at, part)))
             nbytes += part
-            if nbytes >= BATCH_BYTES or len(batch) == BATCH_REGIONS:
+            if nbytes >= most or len(batch) == BATCH_REGIONS:
                 yield batch
                 batch, nbytes = [], 0
     if batch:

@@ -94,8 +94,8 @@ class RedisBackend(StorageBackendInterface):
         return self._move(
             "get",
             keys,
-            [memory.view for memory in into],
-            lambda channel, names, views: talks.get(channel, names, views, self._part, self._slide),
+            into,
+            lambda channel, names, part: talks.get(channel, names, part, self._part, self._slide),
         )
 
     def put(self, keys: Sequence[ChunkKey], objects: Sequence[MemoryObject]) -> Sequence[Outcome]:
@@ -106,8 +106,8 @@ class RedisBackend(StorageBackendInterface):
         return self._move(
             "put",
             keys,
-            [memory.view for memory in objects],
-            lambda channel, names, views: talks.put(channel, names, views, self._part, self._ttl),
+            objects,
+            lambda channel, names, part: talks.put(channel, names, [o.view for o in part], self._part, self._ttl),
         )
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -170,15 +170,15 @@ class RedisBackend(StorageBackendInterface):
         self,
         operation: str,
         keys: Sequence[ChunkKey],
-        views: Sequence[memoryview],
-        talk: Callable[[Channel, Sequence[bytes], Sequence[memoryview]], list[Outcome]],
+        objects: Sequence[MemoryObject],
+        talk: Callable[[Channel, Sequence[bytes], Sequence[MemoryObject]], list[Outcome]],
     ) -> list[Outcome]:
         """Have the talk with every node that keeps some of the keys."""
         names = self._names.frames(keys)
         outcomes = [MISS] * len(keys)
 
         def have(channel: Channel, indices: Sequence[int]) -> None:
-            found = talk(channel, [names[i] for i in indices], [views[i] for i in indices])
+            found = talk(channel, [names[i] for i in indices], [objects[i] for i in indices])
             for index, outcome in zip(indices, found, strict=True):
                 outcomes[index] = outcome
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from redis.exceptions import ResponseError
 
 from lmkv.errors import BackendError
+from lmkv.memory import MemoryObject
 from lmkv.units import format_size
 from lmkv_backend_redis import talks
 from lmkv_backend_redis.failures import ERRORS
@@ -83,7 +84,7 @@ def store_name(options: RedisOptions) -> str:
 def _try(store: Store, options: RedisOptions, names: Names, tier: str) -> None:
     """Everything that calls will do later, with a frame that nobody asks for."""
     name = names.trial()
-    into = memoryview(bytearray(len(TRIAL)))
+    into = MemoryObject.over(bytearray(len(TRIAL)))
     with store.exchange("a first frame", [name]) as ((channel, _),):
         put = talks.put(channel, [name], [memoryview(TRIAL)], options.part_bytes, options.ttl)[0]
         got = talks.get(channel, [name], [into], options.part_bytes, options.ttl)[0]
@@ -93,6 +94,6 @@ def _try(store: Store, options: RedisOptions, names: Names, tier: str) -> None:
         talks.delete(channel, [name])
     if not put.ok:
         log.warning("tier %s: %s takes no stores now: %s", tier, store_name(options), put.error)
-    elif not got.ok or bytes(into) != TRIAL:
+    elif not got.ok or bytes(into.view) != TRIAL:
         error = BackendError("a first frame was written, but does not come back", kind="backend")
         raise store.failures.explain("connect", error)

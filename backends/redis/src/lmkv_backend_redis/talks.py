@@ -13,6 +13,7 @@ from lmkv_backend_redis.layout import HEAD, PARTS_MAX, Head, new_head, parse_hea
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from lmkv.memory import MemoryObject
     from lmkv_backend_redis.channel import Argument, Channel, Reply
 
 UNPUBLISHED_SECONDS: Final = 60
@@ -94,9 +95,10 @@ def _published(
 class _Reading:
     """One frame on its way into memory."""
 
-    def __init__(self, name: bytes, view: memoryview, guess: int) -> None:
+    def __init__(self, name: bytes, memory: MemoryObject, guess: int) -> None:
         self.name = name
-        self.view = view
+        self.memory = memory
+        self.view = view = memory.view
         self.stride = guess
         self.count = max(1, -(-len(view) // guess))
         """Parts to ask for: a guess until the head has come."""
@@ -152,6 +154,8 @@ class _Reading:
             self.fail(FrameError(f"part {part} of {head.parts} has {nbytes} bytes instead of {head.size(part)}"))
         else:
             self.parts += 1
+            if self.parts == part + 1:
+                self.memory.landed(part * head.stride + nbytes)
 
     def end(self, reply: Reply) -> None:
         """The head once more: nobody has replaced the frame meanwhile."""
@@ -174,16 +178,16 @@ class _Reading:
 def get(
     channel: Channel,
     names: Sequence[bytes],
-    views: Sequence[memoryview],
+    into: Sequence[MemoryObject],
     part_bytes: int,
     ttl: float | None = None,
 ) -> list[Outcome]:
     """Read frames; `ttl`: and begin their time anew. Frames of which a part is lost are a miss, and deleted."""
-    readings = [_Reading(name, view, stride(part_bytes)) for name, view in zip(names, views, strict=True)]
+    readings = [_Reading(name, memory, stride(part_bytes)) for name, memory in zip(names, into, strict=True)]
     _read(channel, readings, ttl)
     for index, first in enumerate(readings):
         if first.again and first.head is not None:
-            readings[index] = _Reading(first.name, first.view, first.head.stride)
+            readings[index] = _Reading(first.name, first.memory, first.head.stride)
             _read(channel, readings[index : index + 1], ttl)
     delete(channel, [reading.name for reading in readings if reading.doomed])
     return [reading.outcome or MISS for reading in readings]

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Holding(NamedTuple):
@@ -46,9 +46,10 @@ class MemoryObject:
         offset: bytes from the start of the pool; 0 for an object over somebody's own buffer.
         nbytes: length of `view` in bytes, as asked for; the memory taken is rounded up to `lmkv.types.ALIGNMENT`.
         passing: it counts in `Pool.passing_bytes`.
+        on_landed: told what `landed` is told, by who waits for the bytes; None where nobody does.
     """
 
-    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset", "passing")
+    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset", "on_landed", "passing")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, owners: dict[str, int] | None = None) -> None:
         """For arenas only: use `Pool.allocate` or `MemoryObject.over`. Starts with one count."""
@@ -60,6 +61,7 @@ class MemoryObject:
         self._owners = owners
         self._view: memoryview | None = None
         self.passing = False
+        self.on_landed: Callable[[int], None] | None = None
 
     @classmethod
     def over(cls, buffer: Any) -> MemoryObject:
@@ -78,6 +80,15 @@ class MemoryObject:
                 raise RuntimeError(f"use of freed memory: {self!r}")
             view = self._view = self._arena.cut(self.offset, self.nbytes)
         return view
+
+    def landed(self, nbytes: int) -> None:
+        """A hint by who fills the object: its first `nbytes` bytes are final, until the call that fills it returns.
+
+        Whoever waits for them works on them now, in this thread, while they are in the processor's caches. Best told
+        every half to four MiB, with more bytes each time, by one thread at a time.
+        """
+        if self.on_landed is not None:
+            self.on_landed(nbytes)
 
     @property
     def count(self) -> int:

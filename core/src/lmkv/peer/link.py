@@ -17,6 +17,7 @@ from lmkv.peer import messages as m
 from lmkv.peer.channels import Channels
 from lmkv.peer.connection import Connection, open_connection
 from lmkv.peer.frames import Frame, batches, portions
+from lmkv.peer.landing import Landing
 from lmkv.peer.transport import Region, TransportError
 from lmkv.peer.wire import shown
 from lmkv.types import FAILED, MISS, OK, REJECTED
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from lmkv.memory import MemoryObject
     from lmkv.peer.peers import Means
+    from lmkv.peer.transport import Channel
     from lmkv.types import ChunkKey, Outcome
 
 __all__ = ["Frame", "PeerLink"]
@@ -158,6 +160,7 @@ class PeerLink:
         outcomes: list[Outcome] = [MISS] * len(places)
         remote: list[Region] = []
         local: list[Region] = []
+        filling: list[MemoryObject] = []
         for i, ((offset, nbytes), obj) in enumerate(zip(places, into, strict=True)):
             if offset < 0 or nbytes <= 0:
                 continue
@@ -167,10 +170,15 @@ class PeerLink:
             outcomes[i] = OK(nbytes)
             remote.append(Region(offset, nbytes))
             local.append(Region(obj.offset, nbytes))
+            filling.append(obj)
         if not remote:
             return outcomes
+
+        def read(channel: Channel) -> None:
+            channel.read(remote, local, until, Landing(filling, [region.nbytes for region in local]))
+
         try:
-            by = await self._channels.move(connection, lambda channel: channel.read(remote, local, until), until)
+            by = await self._channels.move(connection, read, until)
         except TransportError as e:
             self._count_error(e)
             return [FAILED(e) if outcome.ok else outcome for outcome in outcomes]

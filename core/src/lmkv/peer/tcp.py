@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import ClosedError
 from lmkv.peer import line as lines
+from lmkv.peer.cut import pieces, shares
 from lmkv.peer.line import Line
-from lmkv.peer.transport import Channel, DeadlineError, Region, Transport, TransportError, check_regions, neighbours
+from lmkv.peer.transport import (
+    Channel,
+    DeadlineError,
+    Region,
+    Transport,
+    TransportError,
+    check_regions,
+    neighbours,
+    unheeded,
+)
 from lmkv.peer.wire import open_data
 
 if TYPE_CHECKING:
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from lmkv.memory import Pool
-    from lmkv.peer.transport import Guard, Reach, TransportContext
+    from lmkv.peer.transport import Guard, Landed, Reach, TransportContext
 
 MAX_LINES: Final = 128
 """Data sockets that are served at a time, a thread for each."""
@@ -38,7 +48,6 @@ PATIENCE: Final = 30.0
 """Seconds that the serving side waits for a piece to pass."""
 CONNECT_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 5.0
-_ALIGNED: Final = 4096
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +173,7 @@ class _Served(threading.Thread):
                 raise TransportError("a request for regions that are not granted")
             if operation == lines.READ:
                 self._line.send([lines.reply(lines.DONE)], time.monotonic() + PATIENCE)
-            for piece in _pieces(regions):
+            for piece in pieces(regions, PIECE):
                 self._move(operation, piece)
         finally:
             self._touched = ()
@@ -220,8 +229,9 @@ class TcpChannel(Channel):
             self.close()
             raise
 
-    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
-        """As the contract says."""
+    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float, landed: Landed = unheeded) -> None:
+        """As the contract says. Nothing is told to `landed`: each stop to look at a part costs more than it saves."""
+        del landed
         self._move(lines.READ, remote, local, until)
 
     def write(self, local: Sequence[Region], remote: Sequence[Region], until: float) -> None:
@@ -245,7 +255,7 @@ class TcpChannel(Channel):
         total = check_regions(remote, local, self._pool)
         if not total:
             return
-        first, *others = _shares(neighbours(remote, local), total, self._width(total))
+        first, *others = shares(neighbours(remote, local), total, self._width(total))
         try:
             futures = [self._crew.submit(self._carry, operation, share, until) for share in others]
         except RuntimeError as e:  # shut down
@@ -359,39 +369,3 @@ class TcpChannel(Channel):
             line.close()
             raise
         return line
-
-
-def _pieces(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """`regions` in lists of `PIECE` bytes at most."""
-    piece: list[Region] = []
-    room = PIECE
-    for offset, nbytes in regions:
-        at, end = offset, offset + nbytes
-        while at < end:
-            part = min(room, end - at)
-            piece.append(Region(at, part))
-            at += part
-            room -= part
-            if not room:
-                yield piece
-                piece, room = [], PIECE
-    if piece:
-        yield piece
-
-
-def _shares(pairs: Sequence[tuple[Region, Region]], total: int, number: int) -> list[list[tuple[Region, Region]]]:
-    """The pairs of a call in `number` lists of about equal bytes; long ones are cut."""
-    quota = -(-total // number // _ALIGNED) * _ALIGNED
-    shares: list[list[tuple[Region, Region]]] = [[]]
-    room = quota
-    for there, here in pairs:
-        done = 0
-        while done < here.nbytes:
-            if not room:
-                shares.append([])
-                room = quota
-            part = min(room, here.nbytes - done)
-            shares[-1].append((Region(there.offset + done, part), Region(here.offset + done, part)))
-            done += part
-            room -= part
-    return shares

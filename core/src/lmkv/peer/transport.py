@@ -93,10 +93,22 @@ class Reach(NamedTuple):
     """For sockets to a peer that speaks TLS; its host name or address is checked as the context says."""
 
 
+class Landed(Protocol):
+    """Told, while a call of `Channel.read` goes on, how much of it is there: work is done in the thread that tells."""
+
+    def __call__(self, nbytes: int) -> None:
+        """The first `nbytes` bytes of the call's `local` regions, one behind the other, will not change any more."""
+
+
 def unlimited(nbytes: int, seconds: float) -> float:
     """The `Throttle` that never rests."""
     del nbytes, seconds
     return 0.0
+
+
+def unheeded(nbytes: int) -> None:
+    """The `Landed` that nobody waits for."""
+    del nbytes
 
 
 def uncounted(session: int, nbytes: int) -> None:
@@ -186,8 +198,11 @@ class Channel(ABC):
     """
 
     @abstractmethod
-    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float) -> None:
+    def read(self, remote: Sequence[Region], local: Sequence[Region], until: float, landed: Landed = unheeded) -> None:
         """Fill `local` of our pool with `remote` of the peer's.
+
+        `landed` may be told what is there already: growing numbers, by one thread at a time, best every one to four
+        MiB. Frames are verified as it is told, while their bytes are in the processor's caches.
 
         Raises:
             TransportError: refused, broken, closed, or the peer has gone.

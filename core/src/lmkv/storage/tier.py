@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
 from lmkv.errors import FrameError
-from lmkv.frame import Trailer, verify
+from lmkv.frame import Arrival, Trailer
 from lmkv.storage.calls import Calls, Request, miss_reason
 from lmkv.storage.coder import Coder
 from lmkv.storage.cost import Cost
@@ -166,11 +166,18 @@ class Tier(Inventory):
         trailers: dict[int, Trailer] = {}
 
         def work() -> list[Outcome]:
-            outcomes = list(self.backend.get(keys, objects))
+            arrivals = [Arrival(obj.view) for obj in objects]
+            for obj, arrival in zip(objects, arrivals, strict=True):
+                obj.on_landed = arrival.landed
+            try:
+                outcomes = list(self.backend.get(keys, objects))
+            finally:
+                for obj in objects:
+                    obj.on_landed = None
             for i, outcome in enumerate(outcomes):
                 if outcome.ok:
                     try:
-                        trailers[i] = verify(objects[i].view[: outcome.nbytes], keys[i])
+                        trailers[i] = arrivals[i].verify(outcome.nbytes, keys[i])
                         self.coder.admit(trailers[i])
                     except FrameError as e:
                         outcomes[i] = FAILED(e)
