@@ -92,7 +92,7 @@ def test_one_request_is_computed_here_and_decoded_there(place: Path) -> None:
         for prompt, stream in zip(prompts(2), (False, True), strict=True):
             before = loaded(nodes)
             text = ask(nodes.proxy.url, prompt, stream=stream)
-            assert loaded(nodes) - before == transferable(prompt)
+            until(lambda before=before, prompt=prompt: loaded(nodes) - before == transferable(prompt))
             assert text == ask(nodes.decode.server.url, prompt, cache_salt="alone")
             assert loaded(nodes) - before == transferable(prompt)
         assert nodes.outcomes() == {"carried": 2}
@@ -120,7 +120,7 @@ def test_eight_at_once(place: Path, transport: str, said: list[str]) -> None:
     needed(transport)
     with pair(place, transport) as nodes:
         assert ask_all(nodes.proxy.url, prompts()) == said
-        assert loaded(nodes) == sum(map(transferable, prompts()))
+        until(lambda: loaded(nodes) == sum(map(transferable, prompts())))
         assert ask_all(nodes.proxy.url, prompts(), stream=True) == said
         assert [ask(nodes.proxy.url, prompt, stream=True) for prompt in prompts(3)] == said[:3]
         assert nodes.outcomes() == {"carried": 19}

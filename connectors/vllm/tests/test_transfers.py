@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from fake_vllm import CHUNK, Request, truth
 from lmkv.peer import messages as m
 from lmkv.service import LocalClient
 from lmkv.service.protocol import Clear
+from lmkv_vllm import transfers
 from lmkv_vllm.guard import INCIDENTS
 from lmkv_vllm.settings import Settings
 from lmkv_vllm.transfers import read_params, transfer_of
@@ -372,6 +374,25 @@ def test_the_decode_engine_goes(rig: Rig) -> None:
     run(pair.prefill)
     assert first.output == truth(tokens(33), 1)
     assert pair.admitted() == 0
+
+
+def test_an_engine_that_only_waits_leaves_its_core_to_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step, and the transfer has ended; it is not asked for a thousand times a second."""
+    monkeypatch.setattr(transfers, "PAUSE", 20.0)
+    pair.admit(tokens(20))
+    params = {"lmkv": {"transfer": "t", "node": "left", "tokens": 18}}
+    then = pair.decode.add(Request("then", tokens(20), kv_transfer_params=params))
+    waits = pair.decode.scheduler._tracked["then"].transfer
+    assert waits is not None
+    assert waits.waits(time.monotonic())
+    with ThreadPoolExecutor(1) as crew:
+        step = crew.submit(pair.decode.step)
+        time.sleep(0.1)
+        pair.hosts[1].run(_call(lambda: pair.incoming.finish("t", "complete")), 10)
+        step.result(15)
+    assert not waits.waits(time.monotonic())
+    run(pair.decode)
+    assert then.output == truth(tokens(20), 3)
 
 
 def test_waiting_ends(rig: Rig) -> None:

@@ -25,7 +25,7 @@ from lmkv_vllm.metadata import Load, LoadItem, Save, StepMetadata
 from lmkv_vllm.rate import PrefillRate
 from lmkv_vllm.requests import Tracked, hits_of, load_items
 from lmkv_vllm.saving import Saves, frames_of, tried, written_pages
-from lmkv_vllm.transfers import transfer_of
+from lmkv_vllm.transfers import rest, transfer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -247,6 +247,7 @@ class SchedulerSide:
 
     def step(self, scheduler_output: Any) -> StepMetadata:
         """What the workers do in the step that was just scheduled. Loads are in it, whatever happens to the rest."""
+        rest(scheduler_output, self._tracked.values())
         loads, self._loads = tuple(self._loads), []
         self._epochs.take()  # so that what is saved in this step belongs to the namespace that it tells
         meta = StepMetadata(self._epochs.news(), loads, idle=not scheduler_output.total_num_scheduled_tokens)
@@ -300,9 +301,8 @@ class SchedulerSide:
         return tuple(save for save in saves if save is not None)
 
     def _early_save(self, tracked: Tracked, computed: int, pages: list[int]) -> Save | None:
-        return (
-            self._save(tracked, computed, pages, tail=self._epochs.tails) if self._extended(tracked, computed) else None
-        )
+        tails = self._epochs.tails
+        return self._save(tracked, computed, pages, tail=tails) if self._extended(tracked, computed) else None
 
     def _save(self, tracked: Tracked, computed: int, page_ids: list[int], *, tail: bool) -> Save | None:
         first, chunk = tracked.saved, self._chunk_tokens
@@ -379,8 +379,8 @@ class SchedulerSide:
             self._leave(tracked)
             return None
         self._finished.append((tracked, computed, page_ids))
-        rest = computed % (self._geometry.page_tokens if self._epochs.tails else self._chunk_tokens)
-        return None if transfer is None else transfer.answer(computed - rest)
+        computed -= computed % (self._geometry.page_tokens if self._epochs.tails else self._chunk_tokens)
+        return None if transfer is None else transfer.answer(computed)
 
     # --- reset ---
 

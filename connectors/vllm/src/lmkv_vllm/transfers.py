@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import reprlib
 import time
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING, Any, Final
 
 from lmkv.errors import LmkvError, ProtocolError
@@ -20,17 +21,20 @@ from lmkv.service.protocol import TransferState
 from lmkv_vllm.guard import INCIDENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     from lmkv.engine import CacheEngine, Hit
     from lmkv.keys import KeyChain
     from lmkv.service.protocol import NewFrame, Reply
+    from lmkv_vllm.requests import Tracked
 
 PARAMS: Final = "lmkv"
 _PUSH: Final = frozenset({"transfer", "to"})
 _ARRIVAL: Final = frozenset({"transfer", "node", "tokens"})
 _TOKENS_MAX: Final = 1 << 32
+PAUSE: Final = 0.02
+"""Seconds that an engine rests which only waits for transfers, unless one of them ends before."""
 
 
 def transfer_of(request: Any, engine: CacheEngine, seconds: float) -> Push | Arrival | None:
@@ -53,6 +57,25 @@ def transfer_of(request: Any, engine: CacheEngine, seconds: float) -> Push | Arr
     if "to" in asked:
         return Push(engine, name, asked["to"], request.num_prompt_tokens)
     return Arrival(engine, name, asked["node"], seconds if asked["tokens"] else 0.0)
+
+
+def rest(scheduler_output: Any, requests: Iterable[Tracked]) -> None:
+    """Where all that the engine could do is to ask again whether a transfer has ended: wait a little for that.
+
+    vLLM asks a thousand times a second, and its processes spin in between: on a small machine the core that they keep
+    is the one on which the other engine still has to save what is waited for.
+    """
+    if scheduler_output.total_num_scheduled_tokens:
+        return
+    now = time.monotonic()
+    waiting = []
+    for tracked in requests:
+        if tracked.request.num_computed_tokens:  # it loads, or a step of it is still to be processed
+            return
+        if isinstance(tracked.transfer, Arrival) and tracked.transfer.waits(now):
+            waiting.append(tracked.transfer.state)
+    if waiting:
+        wait(waiting, PAUSE, FIRST_COMPLETED)
 
 
 def read_params(asked: Any) -> dict[str, Any]:
@@ -147,6 +170,9 @@ class Arrival:
         name: of the transfer.
         node: who sends it, for people.
         seconds: that it is waited for at most.
+
+    Attributes:
+        state: done when the transfer has ended, or is not known.
     """
 
     def __init__(self, engine: CacheEngine, name: str, node: str, seconds: float) -> None:
@@ -156,13 +182,13 @@ class Arrival:
         self._until = time.monotonic() + seconds
         self._waiting = True
         self._over = False
-        self._state = engine.await_transfer(name, seconds)
+        self.state = engine.await_transfer(name, seconds)
 
     def waits(self, now: float) -> bool:
         """Whether its look-up has to wait. Not for longer than was said."""
         if not self._waiting:
             return False
-        if not self._state.done() and now < self._until:
+        if not self.state.done() and now < self._until:
             return True
         self._waiting = False
         why = self._why()
@@ -172,10 +198,10 @@ class Arrival:
 
     def _why(self) -> str:
         """What did not go well; empty: all has come."""
-        if not self._state.done():
+        if not self.state.done():
             return "not complete in time"
         try:
-            state = self._state.result()
+            state = self.state.result()
         except LmkvError as error:
             return str(error)
         if not isinstance(state, TransferState):
