@@ -77,7 +77,7 @@ def test_hot_chunks_move_and_the_other_answers_warm_when_the_first_has_gone(fold
             for tier, tokens in places.items():
                 until(lambda tokens=tokens: held(controller, tokens) == {"a": {"ram": WHOLE}}, "told")
                 job = move(controller, tokens, tier)
-                assert (job["state"], job["done"], job["failed"]) == ("done", CHUNKS, 0)
+                assert (job["state"], job["done"], job["failed"]) == ("done", CHUNKS, 0), job
                 until(lambda tokens=tokens, tier=tier: held(controller, tokens) == {"b": {tier: WHOLE}}, "moved")
         services_gone(folder / "a")
         pulled = counted(b.health(), "lmkv_peer_bytes_total", op="pull")
@@ -120,9 +120,9 @@ def test_one_of_two_controllers_is_killed(folder: Path) -> None:
                 assert each.result(SECONDS).answers == {name: right[name] for name in MORE}
             proxy.throttle(0)
             ended = second.get(f"/v1/jobs/{job}", params={"wait": SECONDS})
-            assert (ended["state"], ended["done"], ended["failed"]) == ("done", CHUNKS, 0)
+            assert (ended["state"], ended["done"], ended["failed"]) == ("done", CHUNKS, 0), ended
             other = move(second, DOCUMENTS[1], "ram")
-            assert (other["state"], other["done"], other["failed"]) == ("done", CHUNKS, 0)
+            assert (other["state"], other["done"], other["failed"]) == ("done", CHUNKS, 0), other
             for tokens in DOCUMENTS:
                 until(lambda tokens=tokens: held(second, tokens) == {"b": {"ram": WHOLE}}, "told")
             warm, anew = b.ask(SOME), a.ask(SOME)
