@@ -95,7 +95,7 @@ def test_hot_chunks_move_and_the_other_node_answers_warm_when_the_first_has_gone
     for prompt in prompts:
         assert b.engine_of_mine.load(prompt) == len(prompt), "warm, every byte looked at"
         until(lambda prompt=prompt: hits(controller, prompt) == {"gpu-2": len(prompt)}, "told")
-    assert b.counter("lmkv_pins") == 0
+    assert b.on_loop(lambda: len(b.manager.pinned)) == 0
 
 
 def test_a_pin_of_the_operators_outlives_a_transfer(controller: Controller, fleet: dict[str, Member]) -> None:
