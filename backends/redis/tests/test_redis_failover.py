@@ -84,17 +84,14 @@ def make(kind: str, folder: Path, *, tls: bool, server: type[RedisServer] = Redi
     return Cluster(folder, replicas=1, tls=tls, kind=server)
 
 
-STALE = pytest.mark.xfail(reason="a cluster's map of slots is not fetched anew while nothing but its health is asked")
-
-
 @pytest.fixture(
     params=[
         "sentinel",
         "sentinel with TLS",
         "sentinel of Valkey",
-        pytest.param("cluster", marks=STALE),
-        pytest.param("cluster with TLS", marks=STALE),
-        pytest.param("cluster of Valkey", marks=STALE),
+        "cluster",
+        "cluster with TLS",
+        "cluster of Valkey",
     ]
 )
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
@@ -157,7 +154,6 @@ def test_a_primary_dies_in_mid_traffic(group: Group) -> None:
         node.close()
 
 
-@STALE
 def test_a_cluster_that_was_looked_at_before_the_promotion(tmp_path: Path, open_redis: Open) -> None:
     """The map of slots was fetched while the dead primary stood in it; then nobody calls but for its health."""
     with Cluster(tmp_path, replicas=1) as made:

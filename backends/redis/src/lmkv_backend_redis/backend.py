@@ -203,6 +203,7 @@ class RedisBackend(StorageBackendInterface):
         try:
             return work()
         except ERRORS as error:
+            self._store.forget()
             raise self._store.failures.explain(operation, error) from None
         finally:
             self._store.sweep()

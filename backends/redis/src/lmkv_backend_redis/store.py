@@ -200,7 +200,7 @@ class Store:
             yield lent
             ok = True
         except (*ERRORS, BackendError) as error:
-            self._forget()
+            self.forget()
             if self._closed:
                 raise ClosedError(f"{self.target}: {operation} when it was closed") from None
             raise self.failures.explain(operation, error) from None  # the cause may show what is not for showing
@@ -228,7 +228,7 @@ class Store:
             raise ClosedError(f"{self.target}: closed")
         return self._client
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """After an error: idle connections, and where a cluster keeps what, may be of the past."""
         with self._lock:
             nodes = list(self._nodes.values())
