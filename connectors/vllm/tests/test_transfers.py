@@ -388,6 +388,7 @@ def test_an_engine_that_only_waits_leaves_its_core_to_others(pair: Pair, monkeyp
     with ThreadPoolExecutor(1) as crew:
         step = crew.submit(pair.decode.step)
         time.sleep(0.1)
+        assert not step.done()
         pair.hosts[1].run(_call(lambda: pair.incoming.finish("t", "complete")), 10)
         step.result(15)
     assert not waits.waits(time.monotonic())

@@ -28,6 +28,10 @@ PASSES: Final = {"cold": "computed\non A", "peer": "on B, from\nA's pool", "ram"
 _HOST: Final = "127.0.0.1"
 _FAR: Final = "peers"
 """Name of the tier of other nodes."""
+_WHOLE: Final = (
+    "Of other nodes whole frames are found: chunks, and a prompt's tail where the answer has not lengthened it over a "
+    "page's end. The rest, less than a chunk, is computed on B (lmkv.save_decode: false stores prompts by themselves)."
+)
 _CONTROLLER_SECONDS: Final = 60.0
 _TOLD_SECONDS: Final = 60.0
 
@@ -117,9 +121,12 @@ class Run:
         """Show what came of it; the exit status."""
         given = self.given.get
         console.print(table(self.rows, PASSES, "tokens from\nA's pool", lambda row: given(row.question)))
+        console.print(_WHOLE, style="dim")
         for name, nbytes in self.transports.items():
             console.print(f"transport: {name}, {nbytes / 2**20:.0f} MiB", highlight=False)
-        return verdict(self.faults(), "All answers identical; what A had computed, B did not compute.", console)
+        return verdict(
+            self.faults(), "All answers identical; what lies in whole frames of A, B did not compute.", console
+        )
 
     def _say(self, text: str) -> None:
         self._console.print(f"· {text}", highlight=False)
