@@ -61,7 +61,8 @@ def test_certificates(group: Group, tmp_path: Path, open_redis: Open) -> None:
     for tls in wrong:
         said = refusal(open_redis, way(group) | tls)
         assert said, tls
-        assert isinstance(group, Sentinels) or tls is not wrong[0] or "not trusted: check tls.ca" in said
+        assert tls is not wrong[0] or "not trusted: check tls.ca" in said
+        assert tls not in wrong[1:3] or "tls.cert" in said
     backend = open_redis(**way(group), tls={"ca": ours.ca, **client})
     assert backend.health().state is HealthState.OK
     keys = [make_key(number) for number in range(8)]

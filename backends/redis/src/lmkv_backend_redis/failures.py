@@ -64,6 +64,10 @@ def _meaning(error: BaseException, text: str) -> tuple[str, str]:  # noqa: C901,
         return "database", "the store has no such database: check db"
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return "tls", "the server's certificate is not trusted: check tls.ca, or the host name"
+    if "ALERT_CERTIFICATE_REQUIRED" in text or "ALERT_UNKNOWN_CA" in text or "ALERT_BAD_CERTIFICATE" in text:
+        return "tls", "the server does not accept the client's certificate: check tls.cert and tls.key"
+    if "EOF occurred in violation of protocol" in text:
+        return "connection", "the server ended TLS: does it ask for a client's certificate (tls.cert, tls.key)?"
     if "WRONG_VERSION_NUMBER" in text or "record layer failure" in text:
         return "tls", "the server speaks no TLS there"
     if "refused" in text.lower() and isinstance(error, ERRORS):

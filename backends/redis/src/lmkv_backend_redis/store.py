@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from lmkv.errors import BackendError, ClosedError
 from lmkv_backend_redis.channel import PlainChannel, RawChannel, ReplyError
@@ -288,10 +290,29 @@ class Store:
             "username": self._options.sentinel_username,
             "password": None if secret is None else secret.get_secret_value(),
         }
-        found: Any = Sentinel(  # type: ignore[no-untyped-call]
+        found: Any = _Sentinels(  # type: ignore[no-untyped-call]
             target.addresses, sentinel_kwargs=watchers, retry=no_retries, **login, **common
         )
         return found.master_for(target.service)
+
+
+class _Sentinels(Sentinel):
+    """redis-py's, which does not say why it got no answer: where that is for a certificate, it is said."""
+
+    def discover_master(self, service_name: str) -> Any:
+        """See redis-py."""
+        try:
+            return super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        except MasterNotFoundError:
+            for sentinel in self.sentinels:
+                try:
+                    sentinel.ping()
+                except RedisTimeoutError:
+                    break  # of a second round of waiting nobody has any good
+                except RedisConnectionError as error:
+                    if "ssl" in str(error).lower():
+                        raise
+            raise
 
 
 def _tls(tls: TLSOptions | None) -> dict[str, Any]:
