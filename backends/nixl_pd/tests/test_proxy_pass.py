@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
@@ -10,11 +11,14 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from front_rig import WORDS, events, until
+
+from lmkv_backend_nixl_pd.proxy.errors import ApiError
+from lmkv_backend_nixl_pd.proxy.exchange import BODY_SECONDS, Exchange
 
 if TYPE_CHECKING:
     from front_rig import FakeEngine, RunningProxy, Site
@@ -417,3 +421,22 @@ def test_body_that_does_not_come(site: Site, monkeypatch: pytest.MonkeyPatch) ->
     answer = connection.getresponse()
     assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "body_too_slow")
     connection.close()
+
+
+def test_body_that_does_not_come_by_a_timer_that_is_early() -> None:
+    """A loop calls what is due within the resolution of its clock."""
+    scope = {"method": "POST", "path": "/", "query_string": b"", "raw_path": b"/", "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()  # never
+
+    async def send(_: Any) -> None:
+        """Nothing is sent."""
+
+    async def take() -> None:
+        asyncio.get_running_loop()._clock_resolution = 2 * BODY_SECONDS  # type: ignore[attr-defined]
+        await Exchange(scope, receive, send).take_body(10)
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(take())
+    assert (caught.value.status, caught.value.code) == (408, "body_too_slow")

@@ -58,15 +58,22 @@ class Exchange:
         """
         worker = asyncio.current_task()
         assert worker is not None
-        late = asyncio.get_running_loop().call_later(BODY_SECONDS, worker.cancel)
+        late = False
+
+        def cancel() -> None:
+            nonlocal late
+            late = True
+            worker.cancel()
+
+        timer = asyncio.get_running_loop().call_later(BODY_SECONDS, cancel)
         try:
             await self._take_body(limit)
         except asyncio.CancelledError:
-            if self.gone or not late.when() <= asyncio.get_running_loop().time():
+            if self.gone or not late:
                 raise
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_too_slow") from None
         finally:
-            late.cancel()
+            timer.cancel()
 
     async def _take_body(self, limit: int) -> None:
         declared = self.header(b"content-length")
