@@ -434,7 +434,9 @@ def test_body_that_does_not_come_by_a_timer_that_is_early() -> None:
         """Nothing is sent."""
 
     async def take() -> None:
-        asyncio.get_running_loop()._clock_resolution = 2 * BODY_SECONDS  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        loop._clock_resolution = 2 * BODY_SECONDS  # type: ignore[attr-defined]
+        loop.call_later(0.05, lambda: None)  # wakes it
         await Exchange(scope, receive, send).take_body(10)
 
     with pytest.raises(ApiError) as caught:
