@@ -35,13 +35,20 @@ def store(backend: StorageBackendInterface, keys: Sequence[ChunkKey], payloads: 
 
 
 def load(backend: StorageBackendInterface, key: ChunkKey, room: int = FRAME) -> bytes | None:
-    """The frame under `key`, None on a miss; anything else fails the test."""
+    """The frame under `key`, None on a miss; anything else fails the test, also what was said to be there and was not.
+
+    See `MemoryObject.landed`.
+    """
     memory = make_memory(room)
+    said: list[bytes] = []
+    memory.on_landed = lambda nbytes: said.append(bytes(memory.view[:nbytes]))
     (outcome,) = backend.get([key], [memory])
     if outcome.kind is OutcomeKind.MISS:
         return None
     assert outcome.ok, outcome
-    return bytes(memory.view[: outcome.nbytes])
+    found = bytes(memory.view[: outcome.nbytes])
+    assert all(found.startswith(part) for part in said), "bytes have changed that had landed"
+    return found
 
 
 class ContractTests:
