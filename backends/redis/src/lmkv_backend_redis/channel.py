@@ -28,9 +28,8 @@ Argument: TypeAlias = "bytes | memoryview"
 Reply: TypeAlias = "bytes | int | ReplyError | None"
 
 FLUSH_BYTES: Final = 1 << 16
-"""Small commands are gathered up to this many bytes; what is sent from where it is, up to `_IOV` buffers."""
+"""Small commands are gathered up to this many bytes; all else up to `FLUSH_BULK_BYTES` or `_IOV` buffers."""
 FLUSH_BULK_BYTES: Final = 1 << 19
-"""And up to this many bytes: the server begins with the first while the next ones are prepared."""
 SCRATCH: Final = 1 << 16
 SMALL: Final = 1 << 12
 """Bytes of the longest reply that is not put into the caller's memory."""
@@ -90,8 +89,7 @@ class RawChannel:
         sock.settimeout(None)
         self._pending: list[Argument] = []
         self._gathered = bytearray()
-        self._pending_bytes = 0
-        self._owed = 0
+        self._pending_bytes = self._owed = 0
         self._scratch = bytearray(SCRATCH)
         self._room = memoryview(self._scratch)
         self._start = self._end = 0

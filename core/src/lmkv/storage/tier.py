@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lmkv.backend import ResidentBackend
 from lmkv.errors import FrameError
-from lmkv.frame import Arrival, Trailer
+from lmkv.storage.arrivals import arriving
 from lmkv.storage.calls import Calls, Request, miss_reason
 from lmkv.storage.coder import Coder
 from lmkv.storage.cost import Cost
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lmkv.backend import StorageBackendInterface
+    from lmkv.frame import Trailer
     from lmkv.memory import MemoryObject
     from lmkv.observe.metrics import Metrics
     from lmkv.specs import Codec, EvictionPolicy
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from lmkv.storage.coding import PutItem
     from lmkv.storage.inventory import TierSettings
     from lmkv.types import ChunkKey, Outcome
-
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,7 @@ class Tier(Inventory):
     ) -> None:
         super().__init__(settings, policy, backend.capabilities.max_frame_bytes)
         self.number = number
-        self.bit = 1 << number
-        self.name = settings.name
+        self.bit, self.name = 1 << number, settings.name
         self.backend = backend
         self.resident = isinstance(backend, ResidentBackend)
         self.shared = backend.capabilities.shared
@@ -166,14 +165,8 @@ class Tier(Inventory):
         trailers: dict[int, Trailer] = {}
 
         def work() -> list[Outcome]:
-            arrivals = [Arrival(obj.view) for obj in objects]
-            for obj, arrival in zip(objects, arrivals, strict=True):
-                obj.on_landed = arrival.landed
-            try:
+            with arriving(objects) as arrivals:
                 outcomes = list(self.backend.get(keys, objects))
-            finally:
-                for obj in objects:
-                    obj.on_landed = None
             for i, outcome in enumerate(outcomes):
                 if outcome.ok:
                     try:
