@@ -245,6 +245,42 @@ def test_stores_come_back_one_at_a_time() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("op", ["put", "contains"])
+def test_what_waits_when_a_breaker_opens_goes_nowhere(op: str) -> None:
+    """Neither stores nor look-ups that were queued while the store was still taken for well."""
+
+    async def body() -> None:
+        shelf, gate = Shelf(shared=True), threading.Event()
+        settings = SHARED | {"deadline": 20.0, "threads": 2, "probe": 20.0}
+        async with storage(ram=40 * FRAME, below=[(shelf, settings)]) as manager:
+            client = Client(manager, namespace())
+
+            def fails(*_: object) -> None:
+                gate.wait(10)
+                time.sleep(0.05)
+                raise BackendError("no route")
+
+            shelf.on_put = shelf.on_contains = fails
+            prompts = [chain(range(start, start + 4)) for start in range(0, 160, 10)]
+            if op == "put":
+                for keys in prompts:
+                    client.store(client.frames(keys))
+            looks = [asyncio.ensure_future(client.look_up(keys)) for keys in prompts if op == "contains"]
+            await until(lambda: len(shelf.calls) == 2)
+            gate.set()
+            await asyncio.gather(*looks)
+            await client.settled()
+            assert not manager.tier("shelf1").queue()[0]
+            assert {name for name, _ in shelf.calls} == {op}
+            assert len(shelf.calls) <= 4, "two failed; two may have been under way by then"
+            dropped = manager.metrics.value("lmkv_tier_dropped_writes_total", tier="shelf1", reason="open")
+            refused = manager.metrics.value("lmkv_tier_operations_total", tier="shelf1", op=op, outcome="open")
+            assert refused >= 12
+            assert dropped == (refused if op == "put" else 0)
+
+    run(body())
+
+
 def test_deletes_and_descriptions_wait_until_the_tier_is_back() -> None:
     async def body() -> None:
         shelf = Shelf()

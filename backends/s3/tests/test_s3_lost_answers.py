@@ -226,3 +226,19 @@ def test_half_a_head_is_no_answer(fake: FakeS3, open_s3: Open) -> None:
     left[0] = 2
     assert [frame.key for frame in s3.scan()] == [make_key(1)]
     assert not left[0]
+
+
+def test_a_store_that_fails_is_asked_once_per_try(fake: FakeS3, open_s3: Open) -> None:
+    """A look that is not answered either is no reason for more looks: the write is tried again as it is."""
+    s3 = open_s3(fake, deadline=2.0)
+
+    def script(seen: Seen) -> None:
+        seen.connection.close()
+        raise ConnectionResetError
+
+    fake.seen.clear()
+    fake.script = script
+    with pytest.raises(BackendError, match="cannot reach"):
+        s3.put([make_key(1)], [make_memory(make_payload(1, FRAME))])
+    assert fake.counts["PUT"] > 1
+    assert fake.counts["HEAD"] <= fake.counts["PUT"]

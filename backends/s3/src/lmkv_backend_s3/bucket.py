@@ -122,9 +122,9 @@ class Bucket:
         self._finish("complete_multipart_upload", made, until, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def has(self, made: Made, until: float) -> bool:
-        """Whether that object is there, and no older one of the same length; False where that cannot be told."""
+        """Whether that object is there, and no older one of the same length; False where one look does not tell."""
         try:
-            answer = self.ask("head_object", until, Key=made.key, **self._for_reads)
+            answer = self.ask("head_object", until, patient=False, Key=made.key, **self._for_reads)
         except (AbsentError, StoreError):
             return False
         now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")

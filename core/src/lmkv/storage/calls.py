@@ -89,6 +89,7 @@ class Calls:
             failures=settings.failures,
             interval=settings.probe,
             deadline=settings.deadline,
+            opened=self._refuse_queued,
         )
         self.costs = {"get": Cost(), "put": Cost(least=1), "decode": Cost(least=1)}
         self.last_error = ""
@@ -247,9 +248,10 @@ class Calls:
             waiting.set_result([FAILED(error)] * request.nkeys)
 
     def _refuse_queued(self) -> None:
-        """Every thread hangs: nobody need wait for what has not begun."""
+        """A breaker has opened, or every thread hangs: what has not begun and would be refused now is refused."""
         for call, (request, waiting) in list(self._pending.items()):
-            if self.driver.abandon(call):
+            off = self.stuck or (request.breaker is not None and request.breaker.open)
+            if off and self.driver.abandon(call):
                 del self._pending[call]
                 if call.timer is not None:
                     call.timer.cancel()

@@ -20,6 +20,8 @@ from lmkv.storage.driver import PROBE, Driver
 from lmkv.types import ALIGNMENT, ChunkKey, Health, HealthState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lmkv.backend import StorageBackendInterface
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Watch:
         tier: its name.
         interval: seconds between two questions.
         deadline: seconds after which an answer comes too late to be a good one.
+        opened: called whenever a breaker opens.
 
     Attributes:
         reads: of loads and `contains`. After a good answer of the backend they go out again; the first result decides.
@@ -51,6 +54,7 @@ class Watch:
         failures: int,
         interval: float,
         deadline: float,
+        opened: Callable[[], None],
     ) -> None:
         self.reads = Breaker(failures)
         self.writes = Breaker(failures, background=True)
@@ -61,6 +65,7 @@ class Watch:
         self._backend = backend
         self._interval = interval
         self._deadline = deadline
+        self._on_open = opened
         self._timer: asyncio.TimerHandle | None = None
         self._asking = False
         self._patience: asyncio.TimerHandle | None = None
@@ -106,6 +111,7 @@ class Watch:
         log.warning("tier %s: left alone after failures, asked again every %g s", self._tier, self._interval,
                     extra={"key": ("open", self._tier)})  # fmt: skip
         self._later()
+        self._on_open()
 
     def _later(self) -> None:
         if self._timer is None and not self._ended:
