@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,20 @@ import pytest
 from peer_rig import SPACE, Peer, eventually, peer
 from storage_rig import FRAME, Shelf, chain, namespace
 
-from lmkv.errors import ConfigError
-from lmkv.frame import verify
+from lmkv.errors import ConfigError, FrameError
+from lmkv.frame import seal, verify
+from lmkv.peer import link, outgoing
 from lmkv.peer.link import Frame
+from lmkv.peer.tcp import TcpChannel
+from lmkv.peer.transport import unheeded
 from lmkv.types import OutcomeKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmkv.frame import Trailer
     from lmkv.keys import KeyChain
+    from lmkv.peer.transport import Landed, Region
 
 pytestmark = pytest.mark.anyio
 
@@ -27,8 +35,6 @@ def anyio_backend() -> str:
 
 def frames(node: Peer, keys: KeyChain, shard: int = 0) -> list[Frame]:
     """Sealed frames of a node, to be pushed; each has to be released under "get"."""
-    from lmkv.frame import seal
-
     found = []
     stack = node.manager.stack
     for key in node.keys(keys, shard):
@@ -56,6 +62,30 @@ async def test_pull() -> None:
         assert a.at_rest()
         assert a.link(b).node == "b"
         assert a.manager.metrics.value("lmkv_peer_bytes_total", op="pull", transport="tcp") == 4 * FRAME
+
+
+async def test_each_memory_object_hears_what_has_landed_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, plain = chain(range(8)), TcpChannel.read
+
+    def read(
+        self: TcpChannel, remote: Sequence[Region], local: Sequence[Region], until: float, landed: Landed = unheeded
+    ) -> None:
+        plain(self, remote, local, until)
+        for nbytes in (100, FRAME, FRAME + 50, 2 * FRAME):
+            landed(nbytes)
+
+    monkeypatch.setattr(TcpChannel, "read", read)
+    async with peer("a") as a, peer("b") as b:
+        b.store(keys)
+        into = a.memory(2)
+        told: list[list[int]] = [[], []]
+        for obj, heard in zip(into, told, strict=True):
+            obj.on_landed = heard.append
+        outcomes = await a.on(a.link(b).pull(b.keys(keys), into, time.monotonic() + 10))
+        assert [outcome.nbytes for outcome in outcomes] == [FRAME, FRAME]
+        assert told == [[100, FRAME], [0, 50, FRAME]]
+        for obj in into:
+            obj.release("test")
 
 
 async def test_has() -> None:
@@ -130,6 +160,50 @@ async def test_transfer_as_chunks_become_ready() -> None:
         b.client.ask(p.Release(found.lease))
         await eventually(b.at_rest)
         await eventually(a.at_rest)
+
+
+@pytest.mark.parametrize("good", [True, False])
+async def test_payloads_go_while_their_frames_are_sealed(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trailer follows. Where it cannot be made, the transfer fails and nothing stays held."""
+    keys, go = chain(range(8)), threading.Event()
+    written: list[list[int]] = []
+    write = TcpChannel.write
+
+    def noting(self: TcpChannel, local: Sequence[Region], remote: Sequence[Region], until: float) -> None:
+        write(self, local, remote, until)
+        written.append([region.nbytes for region in local])
+
+    def slow(view: memoryview, trailer: Trailer) -> None:
+        assert go.wait(10)
+        if not good:
+            raise FrameError("no trailer")
+        seal(view, trailer)
+
+    monkeypatch.setattr(TcpChannel, "write", noting)
+    monkeypatch.setattr(outgoing, "seal", slow)
+    monkeypatch.setattr(link, "EARLY_BYTES", 1)
+    async with peer("a") as a, peer("b") as b:
+        a.store(keys)
+        try:
+            a.node.outgoing.send("t1", b.address, SPACE.id, keys.digests, 8, final=True)
+            await eventually(lambda: bool(written))
+            payload = 2 * SPACE.page_bytes[0]
+            assert written == [[payload, payload]]
+            assert not b.node.incoming.state("t1").frames
+        finally:
+            go.set()
+        state = await b.node.incoming.wait("t1", 10)
+        if good:
+            assert (state.state, state.tokens, state.frames) == ("complete", 8, 2)
+            assert written[1:] == [[FRAME - payload, FRAME - payload]]
+        else:
+            assert (state.state, state.frames) == ("failed", 0)
+        await eventually(lambda: a.node.outgoing.state("t1").state == state.state)
+        b.node.incoming.let_go("t1")
+        await eventually(b.at_rest)
+        await eventually(a.at_rest)
+        entries = [a.manager.index.entry(key) for key in a.keys(keys)]
+        assert [entry.shards[0].sealed for entry in entries if entry is not None] == [good, good]
 
 
 async def test_engines_that_do_not_fit() -> None:

@@ -32,11 +32,12 @@ from lmkv.peer.transport import (
     neighbours,
     unheeded,
 )
-from lmkv_backend_nixl_pd.agent import Agent, Starter, bindings, version_of
+from lmkv_backend_nixl_pd.agent import WORKERS, Agent, Starter, bindings, version_of
 from lmkv_backend_nixl_pd.doorstep import DOOR_BYTES, SIGN_BYTES, Blob, Doorstep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
     from lmkv.memory import Pool
     from lmkv.peer.transport import Guard, Landed, Reach, TransportContext
@@ -45,6 +46,8 @@ BATCH_BYTES: Final = 64 << 20
 """A transfer has less than twice as many: where the kernel copies, it cannot be stopped before it is done."""
 WARM_BYTES: Final = 4 << 20
 """The same for reads: what has landed is looked at while the processor's caches have it."""
+PART_BYTES: Final = 4 << 20
+"""What one thread begins at least, where a transfer is spread over all that begin some."""
 BATCH_REGIONS: Final = 4096
 SPINS: Final = 20
 """Times that a transfer is asked at once whether it is done, before the thread sleeps in between."""
@@ -199,7 +202,8 @@ class NixlChannel(Channel):
     def knock(self, until: float) -> None:
         """Read the peer's doorstep, to see that this is the way to it."""
         address, view = self._starter.slot()
-        handle, done = self._begin("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)], until)
+        post = self._submit("read", [(address, SIGN_BYTES)], [(self._there.door, SIGN_BYTES)])
+        handle, done = self._begun(post, until)
         try:
             self._wait(handle, until, done=done)
         finally:
@@ -253,10 +257,28 @@ class NixlChannel(Channel):
             self._starter.agent.tell(self._there.agent, _NOTE.pack(_NOTE_MARK, self._session, nbytes))
 
     def _carry(self, operation: str, batch: Sequence[tuple[Region, Region]], until: float) -> None:
-        """One transfer."""
-        here = [(self._transport.address + region.offset, region.nbytes) for _, region in batch]
-        there = [(self._there.pool + region.offset, region.nbytes) for region, _ in batch]
-        handle, done = self._begin(operation, here, there, until)
+        """So many bytes at once; many by all threads. Returns or raises when nothing of it goes on."""
+        total = sum(region.nbytes for region, _ in batch)
+        posts = [
+            self._submit(
+                operation,
+                [(self._transport.address + region.offset, region.nbytes) for _, region in part],
+                [(self._there.pool + region.offset, region.nbytes) for region, _ in part],
+            )
+            for part in _batches(batch, max(PART_BYTES, -(-total // WORKERS)))
+        ]
+        error: BaseException | None = None
+        for post in posts:
+            try:
+                self._finish(post, until)
+            except BaseException as e:  # noqa: BLE001  raised below, when the others do not go on
+                error = error or e
+        if error is not None:
+            raise error
+
+    def _finish(self, post: Future[tuple[int, bool]], until: float) -> None:
+        """Wait for one transfer."""
+        handle, done = self._begun(post, until)
         try:
             self._wait(handle, until, done=done)
         except BaseException as e:
@@ -264,23 +286,22 @@ class NixlChannel(Channel):
             raise
         self._starter.agent.release(handle)
 
-    def _begin(
-        self,
-        operation: str,
-        here: Sequence[tuple[int, int]],
-        there: Sequence[tuple[int, int]],
-        until: float,
-    ) -> tuple[int, bool]:
+    def _submit(
+        self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]
+    ) -> Future[tuple[int, bool]]:
         try:
-            begun = self._starter.crew.submit(self._post, operation, here, there)
+            return self._starter.crew.submit(self._post, operation, here, there)
         except RuntimeError as e:  # shut down
             raise TransportError("NIXL has been stopped here") from e
+
+    @staticmethod
+    def _begun(post: Future[tuple[int, bool]], until: float) -> tuple[int, bool]:
         try:
-            return begun.result(max(0.0, until - time.monotonic()))
+            return post.result(max(0.0, until - time.monotonic()))
         except FutureTimeoutError:
-            if begun.cancel():
+            if post.cancel():
                 raise DeadlineError("other transfers took too long: not done in time") from None
-            return begun.result()  # the kernel copies: that has an end
+            return post.result()  # the kernel copies: that has an end
 
     def _post(
         self, operation: str, here: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]

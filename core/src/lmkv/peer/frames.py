@@ -8,6 +8,7 @@ from lmkv.peer.messages import MAX_FRAMES, MAX_PREFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from lmkv.memory import MemoryObject
     from lmkv.types import ChunkKey
@@ -20,13 +21,17 @@ Item = TypeVar("Item")
 
 
 class Frame(NamedTuple):
-    """One sealed frame of the own pool that is to be pushed; the caller keeps its memory until the push has ended."""
+    """One frame of the own pool that is to be pushed; the caller keeps its memory until push and sealing have ended."""
 
     key: ChunkKey
     parent: bytes
     pages: int
     prefixes: bytes
     object: MemoryObject
+    payload: int = 0
+    """Bytes in front that are final while it is being sealed."""
+    sealed: Future[None] | None = None
+    """Done when it is sealed; None: it is."""
 
 
 def batches(frames: Sequence[Frame]) -> list[list[int]]:

@@ -33,6 +33,8 @@ MAX_TABLE: Final = 512
 """Regions of one request at most; half of what the kernel takes in one call."""
 BUFFER: Final = 1 << 20
 """Bytes asked of the kernel for each direction; it may give less."""
+LOW: Final = 512 << 10
+"""Bytes that the kernel collects before it wakes a thread that waits for many: each time costs as much as 100 KiB."""
 _TLS_PIECE: Final = 1 << 20
 """Bytes handed to the TLS library at once, so that time-outs count."""
 _MARK: Final = b"lmkT"
@@ -56,6 +58,7 @@ class Line:
         """Takes over a connected socket without a time-out."""
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
+        self._low = 1
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
         prepare(sock)
@@ -76,19 +79,28 @@ class Line:
                 self._limit(socket.SO_SNDTIMEO, until)
                 rest = _behind(rest, self._sock.sendmsg(rest))
 
-    def fill(self, parts: Sequence[memoryview | bytearray], until: float | None) -> None:
-        """All of `parts`, of which none is empty, with what the other side sends; raises as `send`."""
+    def fill(self, parts: Sequence[memoryview | bytearray], until: float | None, behind: int = 0) -> None:
+        """All of `parts`, of which none is empty, with what the other side sends; raises as `send`.
+
+        `behind`: bytes that it sends after these without being asked; they may be waited for, too.
+        """
         with _meaning():
             if self._tls:
                 self._fill_tls(parts, until)
                 return
             rest: list[Buffer] = list(parts)
+            left = sum(map(len, parts))
             while rest:
+                # However few bytes a call misses: as many follow as it is woken at.
+                spare = left + behind - LOW
+                self._wake_at(LOW if spare >= LOW else 1)
                 self._limit(socket.SO_RCVTIMEO, until)
-                count = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+                some = rest if spare >= left or spare < LOW else _front(rest, spare)
+                count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise _gone()
                 rest = _behind(rest, count)
+                left -= count
 
     def take(self, nbytes: int, until: float | None) -> bytearray:
         """A few bytes of the other side; raises as `send`."""
@@ -112,6 +124,12 @@ class Line:
         """Cut, and give the descriptor back. Only when no thread uses it."""
         self.cut()
         self._sock.close()
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Where the kernel has fewer bytes, a thread that receives sleeps."""
+        if nbytes != self._low:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low = nbytes
 
     def _limit(self, option: int, until: float | None) -> None:
         self._sock.setsockopt(socket.SOL_SOCKET, option, _FOREVER if until is None else _kernel_time(_left(until)))
@@ -185,6 +203,17 @@ def take_reply(line: Line, until: float) -> None:
         raise TransportError("the peer does not allow these regions: what was granted has ended", kind="refused")
     if mark != _MARK or status != DONE:
         raise TransportError(f"an answer that is none (status {status})")
+
+
+def _front(parts: list[Buffer], count: int) -> list[Buffer]:
+    """The first `count` bytes of `parts`, which have as many."""
+    front: list[Buffer] = []
+    for part in parts:
+        if count <= len(part):
+            return [*front, memoryview(part)[:count]]
+        front.append(part)
+        count -= len(part)
+    return front
 
 
 def _behind(parts: list[Buffer], count: int) -> list[Buffer]:

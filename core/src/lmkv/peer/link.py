@@ -24,6 +24,7 @@ from lmkv.types import FAILED, MISS, OK, REJECTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from lmkv.memory import MemoryObject
     from lmkv.peer.peers import Means
@@ -36,6 +37,8 @@ log = logging.getLogger("lmkv.peer")
 BACKOFF: Final = 0.2
 """Seconds after a failed connection in which none is tried; doubled with each failure."""
 BACKOFF_MAX: Final = 5.0
+EARLY_BYTES: Final = 1 << 20
+"""Of payloads that go before their frames are sealed; fewer wait, for another call costs as much."""
 AT_ONCE: Final = 2
 """Batches of one push that are under way at a time."""
 
@@ -188,7 +191,7 @@ class PeerLink:
     # --- push --------------------------------------------------------------------------------------------------------
 
     async def push(self, frames: Sequence[Frame], until: float, *, transfer: str = "") -> list[Outcome]:
-        """Write sealed frames into the peer's pool.
+        """Write frames into the peer's pool, also those that are being sealed: their payloads go meanwhile.
 
         One outcome per frame: `OK(nbytes)` (also if the peer has it already), `REJECTED` (no room) or `FAILED`.
         """
@@ -233,10 +236,8 @@ class PeerLink:
                     FAILED(ProtocolError("another length is expected")) if i in wanted else outcome
                     for i, outcome in enumerate(outcomes)
                 ]
-            local = [Region(frames[i].object.offset, frames[i].object.nbytes) for i in going]
-            remote = [Region(reserved.offsets[i], reserved.lengths[i]) for i in going]
             done = False
-            by = await self._channels.move(connection, lambda channel: channel.write(local, remote, until), until)
+            by = await self._write([frames[i] for i in going], [reserved.offsets[i] for i in going], connection, until)
             done = True
             asked = m.Commit(reserved.reservation, tuple(failed))
             committed = await self._expect(asked, m.Committed, until, connection)
@@ -258,6 +259,29 @@ class PeerLink:
             self._give_up(connection, reserved, done=done)
             raise
         return outcomes
+
+    async def _write(self, frames: Sequence[Frame], places: Sequence[int], connection: Connection, until: float) -> str:
+        """Put whole frames into these places of the peer's pool; by which transport."""
+        sealing = [frame.sealed for frame in frames if frame.sealed is not None]
+        if sum(frame.payload for frame in frames if frame.sealed is not None) < EARLY_BYTES:
+            await _all(sealing)
+            sealing = []
+        early, late = [], []
+        for frame, place in zip(frames, places, strict=True):
+            offset, nbytes = frame.object.offset, frame.object.nbytes
+            final = frame.payload if frame.sealed is not None and sealing else nbytes
+            early.append((Region(offset, final), Region(place, final)))
+            if final < nbytes:
+                late.append((Region(offset + final, nbytes - final), Region(place + final, nbytes - final)))
+        by = await self._put(early, connection, until)
+        if late:
+            await _all(sealing)
+            by = await self._put(late, connection, until)
+        return by
+
+    async def _put(self, pairs: Sequence[tuple[Region, Region]], connection: Connection, until: float) -> str:
+        local, remote = [here for here, _ in pairs], [there for _, there in pairs]
+        return await self._channels.move(connection, lambda channel: channel.write(local, remote, until), until)
 
     @staticmethod
     def _give_up(connection: Connection, reserved: m.Reserved, *, done: bool) -> None:
@@ -342,3 +366,9 @@ class PeerLink:
     async def close(self) -> None:
         """End the connection; who waits gets an error. For `Peers`."""
         await self._forget_connection()
+
+
+async def _all(sealing: Sequence[Future[None]]) -> None:
+    """Wait for them, who go on whatever becomes of this; raises what one has raised."""
+    for sealed in sealing:
+        await asyncio.shield(asyncio.wrap_future(sealed))

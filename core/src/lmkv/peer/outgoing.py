@@ -21,7 +21,7 @@ from lmkv.errors import BackendError, ConfigError, LmkvError
 from lmkv.frame import seal
 from lmkv.peer import messages as m
 from lmkv.peer.link import Frame
-from lmkv.peer.threads import to_the_end
+from lmkv.peer.threads import outlast
 from lmkv.storage.driver import RUNNING
 from lmkv.types import DIGEST_BYTES
 
@@ -283,13 +283,15 @@ class Outgoing:
             for entry in batch:
                 for shard in range(transfer.namespace.shards):
                     frames.append(await self._frame(entry, shard))  # noqa: PERF401  what is held so far is given back
-            await self._seal(batch, frames)
             until = time.monotonic() + STEP_SECONDS
             outcomes = await self._peers.attend(link.push(frames, until, transfer=transfer.name))
         finally:
-            for frame in frames:
-                frame.object.release("get")
-            self._let_go(batch)
+            try:
+                await self._sealed(batch, frames)
+            finally:
+                for frame in frames:
+                    frame.object.release("get")
+                self._let_go(batch)
         bad = next((outcome for outcome in outcomes if not outcome.ok), None)
         if bad is not None:
             raise BackendError(f"a chunk was not taken: {bad.error or bad.kind.value}", kind="push")
@@ -305,23 +307,22 @@ class Outgoing:
             obj = self._stack.in_pool(entry, shard)
         if obj is None:
             raise BackendError("a chunk is no longer here", kind="gone")
-        return Frame(entry.key(shard), entry.parent, entry.pages, entry.packed, obj)
+        payload, sealed = entry.pages * entry.namespace.page_bytes[shard], None
+        if not entry.shards[shard].sealed:
+            sealed = self._crew.submit(seal, obj.view, self._stack.trailer(entry, shard))
+        return Frame(entry.key(shard), entry.parent, entry.pages, entry.packed, obj, payload, sealed)
 
-    async def _seal(self, batch: Iterable[Entry], frames: Iterable[Frame]) -> None:
-        """Give those their trailers that have none yet, in a thread."""
-        parts = {part.key: part for entry in batch for part in entry.shards.values()}
-        entries = {entry.digest: entry for entry in batch}
-        bare = [frame for frame in frames if not parts[frame.key].sealed]
-        trailers = [self._stack.trailer(entries[frame.key.digest], frame.key.shard) for frame in bare]
-
-        def work() -> None:
-            for frame, trailer in zip(bare, trailers, strict=True):
-                seal(frame.object.view, trailer)
-
-        if bare:
-            await to_the_end(self._crew, work)
-            for frame in bare:
-                parts[frame.key].sealed = True
+    async def _sealed(self, batch: Iterable[Entry], frames: Iterable[Frame]) -> None:
+        """Wait until no thread writes trailers of them."""
+        sealing = {frame.key: asyncio.wrap_future(frame.sealed) for frame in frames if frame.sealed is not None}
+        if not sealing:
+            return
+        await outlast(asyncio.gather(*sealing.values(), return_exceptions=True))
+        for entry in batch:
+            for part in entry.shards.values():
+                future = sealing.get(part.key)
+                if future is not None and future.exception() is None:
+                    part.sealed = True
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
