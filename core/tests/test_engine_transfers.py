@@ -109,6 +109,23 @@ def test_what_a_client_has_begun_goes_with_it(nodes: tuple[Node, Node]) -> None:
     assert there.reached("t").state == "aborted"
 
 
+def test_what_a_client_that_has_gone_did_not_store_is_not_waited_for(nodes: tuple[Node, Node]) -> None:
+    """An engine dies between its last word and its last save: the other node hears at once what there is."""
+    here, there = nodes
+    chain = here.engine.chain()
+    chain.extend(np.array(TOKENS, np.uint32))
+    here.engine.store_frames([StoreItem(frame_of(chain, 0), np.arange(4))])
+    with CacheEngine(LocalClient(here.host, "dies"), SPACE) as other:
+        other.transfer("t", there.address, chain.digests, tokens=24, final=True).result(SECONDS)
+        end = time.monotonic() + SECONDS
+        outgoing = here.host.storage.peer.outgoing  # type: ignore[union-attr]
+        while outgoing.state("t").tokens < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert there.reached("t", 0.1).state == "open"
+    assert there.reached("t", SECONDS) == TransferState("complete", 8)
+
+
 def test_a_wait_ends(nodes: tuple[Node, Node]) -> None:
     here, there = nodes
     here.engine.transfer("t", there.address, [b"d" * 32], tokens=8, final=False).result(SECONDS)

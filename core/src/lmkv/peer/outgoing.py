@@ -54,6 +54,7 @@ class _Transfer:
         self.address = address
         self.namespace = namespace
         self.whole = tokens
+        self.owner: object = None
         self.digests: dict[bytes, int] = {}
         """All that were announced, in the order of the prompt; pages of each that has arrived, else 0."""
         self.ready: list[Entry] = []
@@ -99,7 +100,15 @@ class Outgoing:
         self._stack.on_unstored = self.unstored
 
     def send(
-        self, transfer: str, address: str, namespace: bytes, digests: Sequence[bytes], tokens: int, *, final: bool
+        self,
+        transfer: str,
+        address: str,
+        namespace: bytes,
+        digests: Sequence[bytes],
+        tokens: int,
+        *,
+        final: bool,
+        owner: object = None,
     ) -> None:
         """Push these chunks (and the tail) to the node at `address`, each as soon as it is READY here.
 
@@ -113,6 +122,7 @@ class Outgoing:
             digests: what is known by now, with or without those of earlier calls.
             tokens: of the whole request, for the admission.
             final: nothing more will be announced. When all is there, or is known not to come, the transfer is finished.
+            owner: whose word that all of it is or will be stored counts as long as he is there: see `left`.
 
         Raises:
             ConfigError: the namespace is not registered, or too many transfers are open.
@@ -126,6 +136,7 @@ class Outgoing:
         for digest in digests:
             self._announce(known, digest)
         known.final |= final
+        known.owner = owner
         known.heard = time.monotonic()
         known.more.set()
 
@@ -226,6 +237,31 @@ class Outgoing:
                 del transfer.digests[digest]
                 self._announce(transfer, longer.digest)
             transfer.more.set()
+
+    def left(self, owner: object) -> None:
+        """Who announced transfers has gone: what of them nobody has begun to store will not come."""
+        for transfer in self._transfers.values():
+            if transfer.owner is owner and transfer.state == "open":
+                transfer.owner = None
+                for digest in [d for d in transfer.waiting if not self._begun(transfer.namespace, d)]:
+                    del transfer.waiting[digest]
+                    self._want_no_more(transfer, digest)
+                transfer.more.set()
+
+    @staticmethod
+    def _begun(namespace: NamespaceIndex, digest: bytes) -> bool:
+        """Every shard of it is there or being filled."""
+        entry = namespace.entries.get(digest)
+        if entry is None or len(entry.shards) < namespace.shards:
+            return False
+        return all(part.present or part.filling for part in entry.shards.values())
+
+    def _want_no_more(self, transfer: _Transfer, digest: bytes) -> None:
+        key = transfer.namespace.id, digest
+        wanted = self._wanted.get(key, set())
+        wanted.discard(transfer)
+        if not wanted:
+            self._wanted.pop(key, None)
 
     # --- on its way --------------------------------------------------------------------------------------------------
 
@@ -338,10 +374,7 @@ class Outgoing:
             return
         transfer.state = state
         for digest in transfer.waiting:
-            wanted = self._wanted.get((transfer.namespace.id, digest), set())
-            wanted.discard(transfer)
-            if not wanted:
-                self._wanted.pop((transfer.namespace.id, digest), None)
+            self._want_no_more(transfer, digest)
         transfer.waiting.clear()
         ready, transfer.ready = transfer.ready, []
         self._let_go(ready)

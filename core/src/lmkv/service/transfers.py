@@ -38,6 +38,8 @@ class Transfers:
         """The client has gone: end what it will not end any more. Idempotent."""
         for name in [*self._sending, *self._awaited]:
             self._end(p.EndTransfer(name))
+        if self._node is not None:
+            self._node.outgoing.left(self)
 
     def _required(self) -> PeerNode:
         if self._node is None:
@@ -48,7 +50,13 @@ class Transfers:
         outgoing = self._required().outgoing
         digests = split_digests(message.digests)
         outgoing.send(
-            message.transfer, message.peer, message.namespace, digests, max(0, message.tokens), final=message.final
+            message.transfer,
+            message.peer,
+            message.namespace,
+            digests,
+            max(0, message.tokens),
+            final=message.final,
+            owner=self,
         )
         (self._sending.discard if message.final else self._sending.add)(message.transfer)
         return p.Ok(len(digests))
