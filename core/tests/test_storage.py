@@ -532,7 +532,7 @@ def test_a17_full_and_pinned() -> None:
             begin = time.monotonic()
             [offsets] = client.store(client.frames(chain(range(200, 204))))
             assert offsets == (p.REJECTED,)
-            assert time.monotonic() - begin < 0.05
+            assert time.monotonic() - begin < 0.2
             blocked = await client.look_up(other)
             assert await client.load(blocked, other) == [False]
             assert time.monotonic() - begin < 1.5
