@@ -79,11 +79,8 @@ class Line:
                 self._limit(socket.SO_SNDTIMEO, until)
                 rest = _behind(rest, self._sock.sendmsg(rest))
 
-    def fill(self, parts: Sequence[memoryview | bytearray], until: float | None, behind: int = 0) -> None:
-        """All of `parts`, of which none is empty, with what the other side sends; raises as `send`.
-
-        `behind`: bytes that it sends after these without being asked; they may be waited for, too.
-        """
+    def fill(self, parts: Sequence[memoryview | bytearray], until: float | None) -> None:
+        """All of `parts`, of which none is empty, with what the other side sends; raises as `send`."""
         with _meaning():
             if self._tls:
                 self._fill_tls(parts, until)
@@ -91,11 +88,11 @@ class Line:
             rest: list[Buffer] = list(parts)
             left = sum(map(len, parts))
             while rest:
-                # However few bytes a call misses: as many follow as it is woken at.
-                spare = left + behind - LOW
-                self._wake_at(LOW if spare >= LOW else 1)
+                # However few bytes the call misses: as many follow as it is woken at.
+                many = left >= 2 * LOW
+                self._wake_at(LOW if many else 1)
                 self._limit(socket.SO_RCVTIMEO, until)
-                some = rest if spare >= left or spare < LOW else _front(rest, spare)
+                some = _front(rest, left - LOW) if many else rest
                 count = self._sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise _gone()

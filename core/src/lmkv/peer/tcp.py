@@ -173,18 +173,16 @@ class _Served(threading.Thread):
                 raise TransportError("a request for regions that are not granted")
             if operation == lines.READ:
                 self._line.send([lines.reply(lines.DONE)], time.monotonic() + PATIENCE)
-            left = nbytes = sum(region.nbytes for region in regions)
             for piece in pieces(regions, PIECE):
-                left -= sum(region.nbytes for region in piece)
-                self._move(operation, piece, left)
+                self._move(operation, piece)
         finally:
             self._touched = ()
         if operation == lines.WRITE:
             self._line.send([lines.reply(lines.DONE)], time.monotonic() + PATIENCE)
-        self._served(self.session, nbytes)
+        self._served(self.session, sum(region.nbytes for region in regions))
 
-    def _move(self, operation: int, piece: Sequence[Region], left: int) -> None:
-        """One piece of a request, and the rest that it costs; `left` bytes follow."""
+    def _move(self, operation: int, piece: Sequence[Region]) -> None:
+        """One piece of a request, and the rest that it costs."""
         if self._cut or not all(self._may[operation](self.session, region) for region in piece):
             raise TransportError("what was granted has ended in the middle of a request")
         begin = time.thread_time()
@@ -193,7 +191,7 @@ class _Served(threading.Thread):
         if operation == lines.READ:
             self._line.send(views, until)
         else:
-            self._line.fill(views, until, left)
+            self._line.fill(views, until)
         rest = self._throttle(sum(region.nbytes for region in piece), time.thread_time() - begin)
         if rest > 0:
             self._line.rest(rest)
