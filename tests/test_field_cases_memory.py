@@ -11,6 +11,7 @@ import pytest
 from fake_engine import CHUNK, Request, Shape, namespace, prompts, tokens
 
 from lmkv.engine import RetrieveItem, StoreItem, StoreResult, frame_of
+from lmkv.service.protocol import Acquire, Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +70,7 @@ def test_more_than_the_pool_holds(node: Callable[..., Node], tmp_path: Path, sha
 
 
 def test_a17_full_and_pinned(node: Callable[..., Node], tmp_path: Path) -> None:
-    """No RAM tier, room for 4 loads, all of it promised: a store is dropped, a load fails in time, both work later."""
+    """No RAM tier, room for 4 loads, all of it held: a store is dropped, a load fails in time, both work later."""
     here = node(
         tmp_path, ram=None, disk=64 * LARGE.frame, pool={"size": 1 << 20, "staging": LARGE.frame}, disk_deadline="500ms"
     )
@@ -82,6 +83,9 @@ def test_a17_full_and_pinned(node: Callable[..., Node], tmp_path: Path) -> None:
     held = [Request([engine], prompt).queue().look_up() for prompt in wanted[:4]]
     here.settle()
     assert here.manager.pool.free_bytes == 0
+    link = engine.cache.client.connection()
+    copying = [link.call(Acquire(request.hit.lease, 0, 0, 1)).result(5).hold for request in held]
+    assert all(copying)
 
     begin, busy = time.monotonic(), time.process_time()
     assert store_one(engine, tokens(CHUNK, 7000)) is StoreResult.REJECTED
@@ -97,7 +101,8 @@ def test_a17_full_and_pinned(node: Callable[..., Node], tmp_path: Path) -> None:
     assert time.process_time() - busy < 0.4, "nobody waits by asking again and again"
     late.run().finish()
 
-    for request in held:
+    for request, hold in zip(held, copying, strict=True):
+        link.send(Done(hold))
         request.finish()
     here.settle()
     assert here.manager.pool.free_bytes == here.manager.pool.nbytes

@@ -237,8 +237,11 @@ def test_a_prompt_larger_than_the_pool_arrives_whole(ram: int | None) -> None:
     run(body())
 
 
+@pytest.mark.parametrize("queued_for", [0.0, 0.1])
 @pytest.mark.parametrize("ram", [None, 4 * FRAME])
-def test_what_is_loaded_ahead_gives_way_to_a_request_that_runs(ram: int | None) -> None:
+def test_what_is_loaded_ahead_gives_way_to_a_request_that_runs(ram: int | None, queued_for: float) -> None:
+    """Also when its load has been waiting for memory since the request was in the queue itself."""
+
     async def body() -> None:
         below = [(Shelf(), {"capacity": 100 * FRAME, "deadline": 1.0})]
         async with storage(ram=ram, staging=2 * FRAME, pool=6 * FRAME, below=below) as manager:
@@ -250,6 +253,7 @@ def test_what_is_loaded_ahead_gives_way_to_a_request_that_runs(ram: int | None) 
             await asyncio.sleep(1.3)
             assert manager.pool.free_bytes < FRAME, "loaded ahead as far as there is room"
             running = await client.look_up(first)
+            await asyncio.sleep(queued_for)
             assert await copied(client, running, 2) == [True] * 6
             assert await copied(client, waiting, 2) == [True] * 8, "the promise holds"
             client.ask(p.Release(waiting.lease))

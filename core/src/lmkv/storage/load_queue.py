@@ -108,12 +108,14 @@ class LoadQueue:
         self._waiting.add(batch)
         self._enter(batch)
 
-    def urge(self, batch: Batch, priority: int) -> None:
-        """Somebody who cannot wait so long wants a frame of `batch`."""
-        if priority < batch.priority:
-            batch.priority = priority
-            if batch in self._waiting:
-                self._enter(batch)
+    def urge(self, batch: Batch, priority: int) -> bool:
+        """Somebody who cannot wait so long wants a frame of `batch`; whether nobody has been so urgent before."""
+        if priority >= batch.priority:
+            return False
+        batch.priority = priority
+        if batch in self._waiting:
+            self._enter(batch)
+        return True
 
     def next(self) -> Batch | None:
         """The batch that may begin now; None while enough of them run. It runs until `ended`.

@@ -170,7 +170,8 @@ class Loads:
         if batch is not None:
             batch.keep |= keep
             batch.passing &= passing
-            self._queues[batch.tier.number].urge(batch, priority)
+            if self._queues[batch.tier.number].urge(batch, priority):
+                self._stack.room.more()  # if it waits for memory: others have to give way to it now
             self._pump(batch.tier)
 
     def _push(self, batch: Batch) -> None:
