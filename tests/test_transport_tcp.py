@@ -364,3 +364,41 @@ def test_a_socket_is_filled_however_its_bytes_come(nbytes: int) -> None:
         line.close()
         there.close()
         sender.join()
+
+
+class Ends:
+    """A socket as far as its buffers are chosen."""
+
+    def __init__(self, here: str | None, there: str) -> None:
+        self.options: dict[int, int] = {}
+        self._here, self._there = here, there
+
+    def getsockname(self) -> tuple[str, int]:
+        if self._here is None:
+            raise OSError("it has ended")
+        return self._here, 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._there, 2
+
+    def setsockopt(self, _: int, option: int, value: int) -> None:
+        self.options[option] = value
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "near"),
+    [
+        ("127.0.0.1", "127.0.0.2", True),
+        ("10.0.0.7", "10.0.0.7", True),
+        ("::1", "::1", True),
+        ("10.0.0.7", "10.0.0.8", False),
+        ("fd00::7", "fd00::8", False),
+        (None, "10.0.0.8", False),
+    ],
+)
+def test_little_is_under_way_to_a_peer_on_this_machine_only(here: str | None, there: str, near: bool) -> None:
+    """Through a network a small buffer would bound the bandwidth."""
+    ends = Ends(here, there)
+    Line(ends)  # type: ignore[arg-type]
+    assert ends.options[socket.SO_SNDBUF] == (lines.NEAR_BUFFER if near else lines.BUFFER)
+    assert ends.options[socket.SO_RCVBUF] == lines.BUFFER

@@ -33,6 +33,8 @@ MAX_TABLE: Final = 512
 """Regions of one request at most; half of what the kernel takes in one call."""
 BUFFER: Final = 1 << 20
 """Bytes asked of the kernel for each direction; it may give less."""
+NEAR_BUFFER: Final = 128 << 10
+"""For sending to a peer on this machine: nothing is under way for long, and few bytes stay in the caches."""
 LOW: Final = 512 << 10
 """Bytes that the kernel collects before it wakes a thread that waits for many: each time costs as much as 100 KiB."""
 _TLS_PIECE: Final = 1 << 20
@@ -59,8 +61,8 @@ class Line:
         self._sock = sock
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._low = 1
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BUFFER if _is_near(sock) else BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
         prepare(sock)
 
     def send(self, parts: Sequence[Buffer], until: float | None) -> None:
@@ -200,6 +202,15 @@ def take_reply(line: Line, until: float) -> None:
         raise TransportError("the peer does not allow these regions: what was granted has ended", kind="refused")
     if mark != _MARK or status != DONE:
         raise TransportError(f"an answer that is none (status {status})")
+
+
+def _is_near(sock: socket.socket) -> bool:
+    """Both ends are on this machine, by their addresses."""
+    try:
+        here, there = str(sock.getsockname()[0]), str(sock.getpeername()[0])
+    except OSError:  # it has ended already; who uses it will hear of it
+        return False
+    return here == there or (here.startswith("127.") and there.startswith("127."))
 
 
 def _front(parts: list[Buffer], count: int) -> list[Buffer]:
