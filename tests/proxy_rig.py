@@ -65,7 +65,6 @@ class FaultProxy:
         self._links: set[_Link] = set()
         self._free_at = {"up": 0.0, "down": 0.0}
         self._loop = asyncio.new_event_loop()
-        self._server: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True)
 
@@ -170,23 +169,25 @@ class FaultProxy:
         listener.listen(256)
         listener.setblocking(False)
         self._listener = listener
-        self._server = self._loop.create_task(self._accept(listener))
+        self._loop.add_reader(listener, self._accept, listener)
 
     def _close_listener(self) -> None:
-        if self._listener is not None and self._server is not None:
-            self._server.cancel()
+        if self._listener is not None:
             self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            client, _ = await self._loop.sock_accept(listener)
-            self.accepted += 1
-            link = _Link(self, client)
-            self._links.add(link)
-            link.task = self._loop.create_task(link.run())
-            link.task.add_done_callback(lambda _, link=link: self._ended(link))
+    def _accept(self, listener: socket.socket) -> None:
+        """Not by a task: one that is cancelled just then loses the socket."""
+        try:
+            client, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # who came has gone
+            return
+        self.accepted += 1
+        link = _Link(self, client)
+        self._links.add(link)
+        link.task = self._loop.create_task(link.run())
+        link.task.add_done_callback(lambda _: self._ended(link))
 
     def _ended(self, link: _Link) -> None:
         """Also of a link whose task was cancelled before it began."""
