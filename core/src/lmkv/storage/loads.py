@@ -77,8 +77,7 @@ class Loads:
     def bring(self, entries: Iterable[Entry | None], shard: int | None, *, priority: int) -> bool:
         """Start the loads of what the pool has not, in order: of one shard, or (None) of all. Whether there is such."""
         wanted: list[Wanted] = []
-        ram = self._stack.ram
-        bit = 0 if ram is None else ram.bit
+        bit = 0 if (ram := self._stack.ram) is None else ram.bit
         for entry in entries:
             if entry is None:
                 continue
