@@ -358,8 +358,10 @@ def test_a_socket_is_filled_however_its_bytes_come(nbytes: int) -> None:
     sender.start()
     try:
         views = [memoryview(bytearray(part)) for part in (nbytes // 3, nbytes - nbytes // 3)]
+        begin = time.monotonic()
         line.fill([view for view in views if view], until())
         assert b"".join(views) == data
+        assert time.monotonic() - begin < SOON / 2, "it was woken by the bytes, not by the end of its time"
     finally:
         line.close()
         there.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import ssl
 import time
@@ -156,6 +157,41 @@ def test_a_read_tells_what_has_landed(pair: tuple[Side, Other], monkeypatch: pyt
     assert told == sorted(told)
     assert told[-1] == 8192 + 100 + 5000
     assert len(told) > 2, "not only at the end"
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("good", [True, False])
+def test_a_large_write_ends_when_all_of_its_parts_have(
+    pair: tuple[Side, Other], monkeypatch: pytest.MonkeyPatch, slow: int, good: bool
+) -> None:
+    """Also when one of them has failed: nothing of a call goes on behind its back."""
+    side, other = pair
+    channel = side.transport.connect(other.reach(), other.blob)
+    plain, begun = agent.Agent.begin, itertools.count()
+    ended: list[int] = []
+
+    def begin(self: agent.Agent, operation: str, *more: Any) -> tuple[int, bool]:
+        number = next(begun)
+        if number == slow:
+            time.sleep(0.3)
+        elif not good:
+            raise TransportError("this part fails")
+        try:
+            return plain(self, operation, *more)
+        finally:
+            ended.append(number)
+
+    monkeypatch.setattr(agent.Agent, "begin", begin)
+    regions = [Region(0, 2 * transport.PART_BYTES)]
+    if good:
+        channel.write(regions, regions, until())
+        assert sorted(ended) == [0, 1]
+    else:
+        with pytest.raises(TransportError, match="this part fails"):
+            channel.write(regions, regions, until())
+        assert ended == [slow]
+    monkeypatch.undo()
+    channel.close()
 
 
 def test_a_dead_peer_is_refused_at_once_and_its_place_is_free_again() -> None:
