@@ -177,6 +177,36 @@ async def test_slow_bytes_over_tls_are_no_way_to_stay(tmp_path: Path, monkeypatc
         assert await asyncio.to_thread(drip, b.address)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (wire.encode(0, m.DataHello(1, b"t" * 16, 0)), "token"),
+        (wire.encode(0, m.PeerHello(m.VERSION, "n", 1, b"n" * 32)), "protocol"),
+        (wire.LENGTH.pack(m.HELLO_LIMIT + 1), "protocol"),
+    ],
+    ids=["of no session", "no data hello", "too long"],
+)
+async def test_data_connections_of_strangers_over_tls_are_closed(tmp_path: Path, data: bytes, kind: str) -> None:
+    ours = certificates(tmp_path)
+    context = tls_contexts(PeerConfig(tls=ours).tls).connecting
+    assert context is not None
+
+    def says(address: str) -> bytes:
+        sock = socket.create_connection(parse_address(address), 20)
+        sock.sendall(wire.DATA)
+        with context.wrap_socket(sock, server_hostname="127.0.0.1") as secure:
+            secure.sendall(data)
+            try:
+                return secure.recv(1)
+            except OSError:
+                return b""
+
+    async with peer("b", key=KEY, tls=ours) as b:
+        assert await asyncio.to_thread(says, b.address) == b""
+        await eventually(lambda: b.manager.metrics.value("lmkv_peer_errors_total", kind=kind) == 1)
+
+
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     from lmkv.config.peer import PeerTls
 

@@ -165,7 +165,12 @@ class Channels:
     async def _open_one(self, connection: Connection, name: str) -> Channel:
         """A new channel of one transport, among those that are open."""
         transport, blob = self._means.transports[name], connection.welcome.transports[name]
-        channel = await to_the_end(self._means.movers, lambda: transport.connect(connection.reach, blob))
+        movers = self._means.movers
+        channel = await to_the_end(
+            movers,
+            lambda: transport.connect(connection.reach, blob),
+            unwanted=lambda channel: movers.submit(channel.close),
+        )
         self.open[name] = channel
         try:
             self._check(connection)  # it may have ended meanwhile, and `forget` be through

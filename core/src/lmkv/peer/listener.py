@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
+from lmkv.acceptor import Acceptor, exactly
 from lmkv.errors import ConfigError, LmkvError, ProtocolError
 from lmkv.observe.address import loopback
 from lmkv.peer import messages as m
@@ -87,10 +88,14 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._tokens: dict[int, bytes] = {}
-        self._strangers: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()
         self._greeters = ThreadPoolExecutor(GREETERS, thread_name_prefix="lmkv-peer-greet")
-        self._accepting = self._loop.create_task(self._accept())
+        self._acceptor = Acceptor(
+            sock,
+            self._meet,
+            most=HANDSHAKES,
+            failed=lambda error: log.warning("cannot accept a peer: %s", error),
+        )
 
     @property
     def port(self) -> int:
@@ -99,62 +104,35 @@ class Listener:
 
     async def close(self) -> None:
         """Close the port and every connection; sessions end. Idempotent."""
-        tasks = [self._accepting, *self._strangers, *self._connections]
-        for task in tasks:
+        await self._acceptor.close()
+        connections = list(self._connections)
+        for task in connections:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
         self._sock.close()
         self._greeters.shutdown(wait=False)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._sock)
-            except OSError as e:  # descriptors used up, mostly
-                log.warning("cannot accept a peer: %s", e)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._strangers) >= HANDSHAKES:
-                sock.close()
-                continue
-            task = self._loop.create_task(self._meet(sock))
-            self._strangers.add(task)
-            task.add_done_callback(self._strangers.discard)
-
-    async def _meet(self, sock: socket.socket) -> None:
-        """Find out what a connection is; whatever fails costs this connection only."""
-        taken = False
+    async def _meet(self, sock: socket.socket) -> bool:
+        """Find out what a connection is, and whose; whatever fails costs this connection only."""
         try:
-            sock.setblocking(False)
             wire.prepare(sock)
             async with _bound(wire.HANDSHAKE_SECONDS):
-                kind = await self._exactly(sock, len(wire.CONTROL))
+                kind = await exactly(sock, len(wire.CONTROL))
                 if kind == wire.DATA:
                     await self._take_data(sock)
-                    taken = True
             if kind == wire.CONTROL:
-                taken = True
                 await self._take_control(sock)
-            elif not taken:
-                raise ProtocolError("a connection that is no lmkv peer's")  # noqa: TRY301  one clean-up
+            elif kind != wire.DATA:
+                raise ProtocolError("a connection that is no lmkv peer's")  # noqa: TRY301  one place for all refusals
         except LmkvError as e:
             self._refused(e)
         except (OSError, asyncio.TimeoutError) as e:
             log.debug("a connection ended in the handshake: %r", e)
         except Exception:
             log.exception("a connection could not be met")
-        finally:
-            if not taken:
-                sock.close()
-
-    async def _exactly(self, sock: socket.socket, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = await self._loop.sock_recv(sock, count - len(data))
-            if not more:
-                raise ConnectionResetError("the connection was closed")
-            data += more
-        return data
+        else:
+            return True
+        return False
 
     def _refused(self, error: LmkvError) -> None:
         self._hall.metrics.inc("lmkv_peer_errors_total", kind=error.kind)
@@ -165,23 +143,30 @@ class Listener:
     async def _take_data(self, sock: socket.socket) -> None:
         """Check a data socket's `DataHello` and give it to its transport, which then owns it."""
         if self._tls is None:
-            length = wire.length_of(await self._exactly(sock, wire.LENGTH.size), m.HELLO_LIMIT)
-            hello = wire.decode_opening(await self._exactly(sock, length))
+            length = wire.length_of(await exactly(sock, wire.LENGTH.size), m.HELLO_LIMIT)
+            hello = wire.decode_opening(await exactly(sock, length))
             sock.setblocking(True)
         else:
             tls, stranger = self._tls, sock
-            sock, hello = await to_the_end(self._greeters, lambda: _greet(stranger, tls))
+            greeting = to_the_end(self._greeters, lambda: _greet(stranger, tls), unwanted=lambda met: met[0].close())
+            sock, hello = await greeting
+        try:
+            known = self._known(hello)
+            self._hall.transports[known.transport].accept(sock, known.session)
+        except ProtocolError:
+            sock.close()
+            raise
+        except TransportError as e:
+            log.warning("a data connection was not taken: %s", e, extra={"key": "peer-data"})
+
+    def _known(self, hello: object) -> m.DataHello:
+        """It is of one of our sessions, and for a transport that we have."""
         if not isinstance(hello, m.DataHello):
             raise ProtocolError(f"a data connection begins with a {type(hello).__name__}")
         token = self._tokens.get(hello.session, b"")
-        transport = self._hall.transports.get(hello.transport)
-        if not token or not hmac.compare_digest(token, hello.token) or transport is None:
-            sock.close()
+        if not token or not hmac.compare_digest(token, hello.token) or hello.transport not in self._hall.transports:
             raise ProtocolError("a data connection of no session", kind="token")
-        try:
-            transport.accept(sock, hello.session)
-        except TransportError as e:
-            log.warning("a data connection was not taken: %s", e, extra={"key": "peer-data"})
+        return hello
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -204,8 +189,11 @@ class Listener:
             async with _bound(wire.HANDSHAKE_SECONDS):
                 hello, shown = await shake_listening(reader, writer, self._me)
         except ProtocolError as e:
-            writer.write(wire.encode(0, wire.refusal(e)))
-            await _close(writer)
+            try:
+                writer.write(wire.encode(0, wire.refusal(e)))
+                await _close(writer)
+            finally:
+                transport.abort()
             raise
         except BaseException:
             transport.abort()
@@ -216,6 +204,7 @@ class Listener:
         task = self._loop.create_task(self._serve(reader, writer, hello, shown))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: transport.abort())  # also of one that was cancelled before it began
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: m.PeerHello, shown: m.PeerProof

@@ -12,6 +12,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
+from lmkv.acceptor import Acceptor, exactly
 from lmkv.errors import ConfigError, LmkvError, ProtocolError
 from lmkv.observe.clients import Who
 from lmkv.service import files, wire
@@ -66,11 +67,15 @@ class Server:
         self._welcome = welcome_of(storage)
         self._loop = asyncio.get_running_loop()
         self._peers: set[Peer] = set()
-        self._admissions: set[asyncio.Task[None]] = set()
         self._orphans: set[asyncio.Future[Message]] = set()
         """What clients that have gone were waiting for. Not cancelled: others may wait for the same loads."""
         self._lonely: asyncio.TimerHandle | None = None
-        self._accepting = asyncio.create_task(self._accept())
+        self._acceptor = Acceptor(
+            listener,
+            self._admit,
+            most=HANDSHAKES,
+            failed=lambda error: log.warning("cannot accept a client: %s", error),
+        )
         if linger is not None:
             self._wait_for_client(max(linger, FIRST_CLIENT_SECONDS))
 
@@ -79,26 +84,9 @@ class Server:
         """Connected now."""
         return len(self._peers)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._listener)
-            except OSError as e:  # descriptors used up, mostly: those who are connected are still served
-                log.warning("cannot accept a client: %s", e)
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._admissions) >= HANDSHAKES:
-                sock.close()
-                continue
-            task = asyncio.create_task(self._admit(sock))
-            self._admissions.add(task)
-            task.add_done_callback(self._admissions.discard)
-
-    async def _admit(self, sock: socket.socket) -> None:
-        """Handshake, then a session; whatever fails costs this connection only."""
-        admitted = False
+    async def _admit(self, sock: socket.socket) -> bool:
+        """Handshake, then a session, or not; whatever fails costs this connection only."""
         try:
-            sock.setblocking(False)
             wire.roomy(sock)
             pid = wire.check_peer(sock, self._credentials)
             hello = await asyncio.wait_for(self._hello(sock), wire.HANDSHAKE_SECONDS)
@@ -106,7 +94,6 @@ class Server:
             if hello.version != VERSION:
                 raise ProtocolError(version_message(VERSION, hello.version), kind="version")  # noqa: TRY301
             await self._enter(sock, name or "unnamed", Who(hello.model, hello.rank, hello.instance), pid)
-            admitted = True
         except LmkvError as e:
             log.warning("a connection was refused: %s", e)
             with contextlib.suppress(OSError):
@@ -115,28 +102,19 @@ class Server:
             log.debug("a connection ended in the handshake: %r", e)
         except Exception:
             log.exception("a connection could not be admitted")
-        finally:
-            if not admitted:
-                sock.close()
+        else:
+            return True
+        return False
 
     async def _hello(self, sock: socket.socket) -> Hello:
-        head = await self._exactly(sock, wire.LENGTH.size)
+        head = await exactly(sock, wire.LENGTH.size)
         (length,) = wire.LENGTH.unpack(head)
         if length > wire.HELLO_LIMIT:
             raise ProtocolError(f"a first message that claims {length} bytes; the limit is {wire.HELLO_LIMIT}")
-        _, message = wire.decode_request(await self._exactly(sock, length))
+        _, message = wire.decode_request(await exactly(sock, length))
         if not isinstance(message, Hello):
             raise ProtocolError(f"a first message that is no Hello but {type(message).__name__}")
         return message
-
-    async def _exactly(self, sock: socket.socket, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = await self._loop.sock_recv(sock, count - len(data))
-            if not more:
-                raise ConnectionResetError("the connection was closed")
-            data += more
-        return data
 
     async def _enter(self, sock: socket.socket, name: str, who: Who, pid: int) -> None:
         """From here on it is a client."""
@@ -174,7 +152,7 @@ class Server:
         self._lonely = self._loop.call_later(seconds, self._nobody)
 
     def _nobody(self) -> None:
-        if self._peers or self._admissions:
+        if self._peers or self._acceptor.meeting:
             self._wait_for_client(0.1)
             return
         log.info("no client is left")
@@ -184,10 +162,7 @@ class Server:
         """Close the listener and every connection; sessions end."""
         if self._lonely is not None:
             self._lonely.cancel()
-        tasks = [self._accepting, *self._admissions]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._acceptor.close()
         self._listener.close()
         for peer in list(self._peers):
             peer.abort()
