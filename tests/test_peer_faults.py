@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from peer_rig import KEY, SPACE, Clock, Peer, eventually, peer, sealed
+from peer_rig import KEY, SPACE, Clock, Peer, drop, eventually, peer, sealed
 from proxy_rig import FaultProxy
 from server_rig import free_port
 from storage_rig import FRAME, chain
@@ -455,8 +455,7 @@ async def test_a_frame_that_does_not_verify_is_not_committed() -> None:
         assert "parent" in str(outcome.error)
         (outcome,) = await a.on(a.link(b).push(frames[:1], time.monotonic() + 10))
         assert outcome.ok
-        for frame in frames:
-            frame.object.release("get")
+        drop(frames)
         assert b.manager.metrics.value("lmkv_peer_errors_total", kind="frame") == 2
         assert b.client is not None
         found = await b.client.look_up(keys)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from peer_rig import eventually, peer, sealed
+from peer_rig import drop, eventually, peer, sealed
 from proxy_rig import FaultProxy
 from storage_rig import chain, namespace
 
@@ -89,8 +89,7 @@ async def test_pull_and_push_between_processes(transport: str) -> None:
             a.store(ours)
             frames = sealed(a, ours)
             assert all(o.ok for o in await a.on(a.link(address).push(frames, until)))
-            for frame in frames:
-                frame.object.release("get")
+            drop(frames)
             assert list(a.link(address)._channels.open) == [transport]
             has, _ = await a.on(a.link(address).has(SPACE.id, [*ours.digests, *theirs.digests], until))
             assert all(has)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from storage_rig import FRAME, Client, namespace, storage
 
 from lmkv.config.peer import PeerConfig
-from lmkv.frame import frame_bytes, seal
+from lmkv.frame import frame_bytes
 from lmkv.peer.link import Frame
 from lmkv.peer.node import PeerNode
 from lmkv.plugins import PluginHost
+from lmkv.storage.coding import complete
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -128,20 +129,29 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
         await asyncio.sleep(0.005)
 
 
-def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
-    """Frames of what a node has, as they are pushed; each held until `drop`."""
+def borrowed(node: Peer, keys: KeyChain) -> list[Frame]:
+    """Frames of what a node has, whether or not they carry their trailers; each held until `drop`."""
     found = []
     for key in node.keys(keys):
         entry = node.manager.index.entry(key)
         assert entry is not None
         obj = node.manager.stack.in_pool(entry, 0)
         assert obj is not None
-        seal(obj.view, node.manager.stack.trailer(entry, 0))
         found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
     return found
 
 
+def sealed(node: Peer, keys: KeyChain) -> list[Frame]:
+    """As `borrowed`, as they are pushed."""
+    frames = borrowed(node, keys)
+    for frame in frames:
+        entry = node.manager.index.entry(frame.key)
+        assert entry is not None
+        complete(frame.object, node.manager.stack.trailer(entry, 0))
+    return frames
+
+
 def drop(frames: list[Frame]) -> None:
-    """Let go of what `sealed` gave."""
+    """Let go of what `borrowed` or `sealed` gave."""
     for frame in frames:
         frame.object.release("get")

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
-from peer_rig import SPACE, Peer, eventually, peer
+from peer_rig import SPACE, borrowed, drop, eventually, peer, sealed
 from storage_rig import FRAME, Shelf, chain, namespace
 
-from lmkv.errors import ConfigError, FrameError
-from lmkv.frame import seal, verify
+from lmkv.errors import ClosedError, ConfigError, FrameError
+from lmkv.frame import verify
 from lmkv.peer import link, outgoing
-from lmkv.peer.link import Frame
 from lmkv.peer.tcp import TcpChannel
 from lmkv.peer.transport import unheeded
+from lmkv.service import protocol
+from lmkv.storage.coding import complete
 from lmkv.types import OutcomeKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lmkv.frame import Trailer
-    from lmkv.keys import KeyChain
+    from lmkv.memory import MemoryObject
     from lmkv.peer.transport import Landed, Region
+    from lmkv.types import ChunkKey
 
 pytestmark = pytest.mark.anyio
 
@@ -31,20 +34,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def frames(node: Peer, keys: KeyChain, shard: int = 0) -> list[Frame]:
-    """Sealed frames of a node, to be pushed; each has to be released under "get"."""
-    found = []
-    stack = node.manager.stack
-    for key in node.keys(keys, shard):
-        entry = node.manager.index.entry(key)
-        assert entry is not None
-        obj = stack.in_pool(entry, shard)
-        assert obj is not None
-        seal(obj.view, stack.trailer(entry, shard))
-        found.append(Frame(key, entry.parent, entry.pages, entry.packed, obj))
-    return found
 
 
 async def test_pull() -> None:
@@ -115,20 +104,17 @@ async def test_push() -> None:
     keys = chain(range(16))
     async with peer("a") as a, peer("b") as b:
         a.store(keys)
-        pushed = frames(a, keys)
+        pushed = sealed(a, keys)
         outcomes = await a.on(a.link(b).push(pushed, time.monotonic() + 10))
         assert all(o.ok for o in outcomes)
         again = await a.on(a.link(b).push(pushed, time.monotonic() + 10))
         assert all(o.ok for o in again)
-        for frame in pushed:
-            frame.object.release("get")
+        drop(pushed)
         assert b.client is not None
         found = await b.client.look_up(keys)
         assert found.chunks == 4
         assert await b.client.load(found, keys) == [True] * 4
-        from lmkv.service import protocol as p
-
-        b.client.ask(p.Release(found.lease))
+        b.client.ask(protocol.Release(found.lease))
         await eventually(b.at_rest)
         assert a.at_rest()
         assert b.manager.metrics.value("lmkv_peer_served_bytes_total", way="in") == 4 * FRAME
@@ -155,9 +141,7 @@ async def test_transfer_as_chunks_become_ready() -> None:
         assert (found.chunks, found.pages) == (4, 1)
         assert await b.client.load(found, keys) == [True] * 5
         b.node.incoming.let_go("t1")
-        from lmkv.service import protocol as p
-
-        b.client.ask(p.Release(found.lease))
+        b.client.ask(protocol.Release(found.lease))
         await eventually(b.at_rest)
         await eventually(a.at_rest)
 
@@ -173,14 +157,14 @@ async def test_payloads_go_while_their_frames_are_sealed(good: bool, monkeypatch
         write(self, local, remote, until)
         written.append([region.nbytes for region in local])
 
-    def slow(view: memoryview, trailer: Trailer) -> None:
+    def slow(obj: MemoryObject, trailer: Trailer) -> None:
         assert go.wait(10)
         if not good:
             raise FrameError("no trailer")
-        seal(view, trailer)
+        complete(obj, trailer)
 
     monkeypatch.setattr(TcpChannel, "write", noting)
-    monkeypatch.setattr(outgoing, "seal", slow)
+    monkeypatch.setattr(outgoing, "complete", slow)
     monkeypatch.setattr(link, "EARLY_BYTES", 1)
     async with peer("a") as a, peer("b") as b:
         a.store(keys)
@@ -202,8 +186,42 @@ async def test_payloads_go_while_their_frames_are_sealed(good: bool, monkeypatch
         b.node.incoming.let_go("t1")
         await eventually(b.at_rest)
         await eventually(a.at_rest)
-        entries = [a.manager.index.entry(key) for key in a.keys(keys)]
-        assert [entry.shards[0].sealed for entry in entries if entry is not None] == [good, good]
+        frames = borrowed(a, keys)
+        assert [frame.object.sealed for frame in frames] == [good, good]
+        drop(frames)
+
+
+@pytest.mark.parametrize("way", ["pull", "push"])
+async def test_stored_again_while_its_first_copy_is_written_below(way: str) -> None:
+    """The trailer that the tier below wrote is in the memory of then, not in that of now."""
+    keys, shelf, go = chain(range(8)), Shelf(), threading.Event()
+    begun: list[ChunkKey] = []
+
+    def wait(put: Sequence[ChunkKey]) -> None:
+        begun.extend(put)
+        assert go.wait(10)
+
+    shelf.on_put = wait
+    async with peer("a", below=[(shelf, {"capacity": 8 * FRAME})]) as a, peer("b") as b:
+        try:
+            a.store(keys)
+            await eventually(lambda: len(begun) == 2)
+            assert a.client is not None
+            a.client.ask(protocol.Clear(tier="ram"))
+            a.store(keys)
+        finally:
+            go.set()
+        await eventually(lambda: not any(tier.busy for tier in a.manager.stack.tiers))
+        if way == "pull":
+            _, got = await b.pull(a, a.keys(keys))
+            assert [verify(memoryview(data), key).key for data, key in zip(got, a.keys(keys), strict=True)]
+        else:
+            a.node.outgoing.send("t1", b.address, SPACE.id, keys.digests, 8, final=True)
+            await eventually(lambda: a.node.outgoing.state("t1").state != "open")
+            assert a.node.outgoing.state("t1").state == "complete"
+            b.node.incoming.let_go("t1")
+        await eventually(a.at_rest)
+        await eventually(b.at_rest)
 
 
 async def test_engines_that_do_not_fit() -> None:
@@ -213,3 +231,35 @@ async def test_engines_that_do_not_fit() -> None:
             await a.on(a.link(b).agree(other.json(), time.monotonic() + 10))
         assert e.value.kind == "namespace"
         assert "2 there, 1 here" in str(e.value)
+
+
+async def test_a_channel_that_is_opened_while_the_node_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    opened: list[TcpChannel] = []
+    closed: list[TcpChannel] = []
+    opens, closes = TcpChannel.open, TcpChannel.close
+
+    def slow(self: TcpChannel, until: float) -> None:
+        opens(self, until)
+        opened.append(self)
+        begun.set()
+        assert go.wait(10)
+
+    def noting(self: TcpChannel) -> None:
+        closes(self)
+        closed.append(self)
+
+    monkeypatch.setattr(TcpChannel, "open", slow)
+    monkeypatch.setattr(TcpChannel, "close", noting)
+    keys = chain(range(8))
+    async with peer("b") as b:
+        b.store(keys)
+        async with peer("a") as a:
+            pull = asyncio.ensure_future(a.pull(b, a.keys(keys)))
+            await asyncio.to_thread(begun.wait)
+            threading.Timer(0.1, go.set).start()
+        with pytest.raises(ClosedError):
+            await pull
+        assert len(opened) == 1
+        await eventually(lambda: closed == opened)
+        await eventually(b.at_rest)

@@ -16,7 +16,6 @@ from lmkv.codec.identity import IdentityCodec
 from lmkv.observe.metrics import Metrics
 from lmkv.policy.lru import LRU
 from lmkv.specs import BackendContext
-from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
@@ -44,7 +43,8 @@ class Disk:
         settings = TierSettings(name="disk", capacity=1 << 40, deadline=600.0, threads=THREADS, queue_bytes=1 << 40)
         self.tier = Tier(0, settings, backend, LRU(), lambda _: IdentityCodec(), Metrics())
         self.direct = backend.direct.on
-        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
+        self.frames = make_frames(FRAMES, PAYLOAD, PAGES)
+        _, self.trailers, self.objects = self.frames
         self.threads = ThreadPoolExecutor(THREADS)
 
     def close(self) -> None:
@@ -63,8 +63,7 @@ class Disk:
         return GIGABYTES / seconds(lambda: asyncio.run(self._put()))
 
     async def _put(self) -> None:
-        items = [PutItem(t.key, o, t, sealed=False) for t, o in zip(self.trailers, self.objects, strict=True)]
-        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in items])
+        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in self.frames.unsealed()])
         assert all(outcomes[0].ok for outcomes in done), done
 
     def get(self, _: int) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lmkv.frame import Trailer, frame_bytes, seal
 from lmkv.memory import Pool
+from lmkv.storage.coding import PutItem
 from lmkv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ class Frames(NamedTuple):
     """With room for one frame more."""
     trailers: list[Trailer]
     objects: list[MemoryObject]
+
+    def unsealed(self) -> list[PutItem]:
+        """As they come from a client, without trailers."""
+        for obj in self.objects:
+            obj.sealed = False
+        return [PutItem(t.key, o, t) for t, o in zip(self.trailers, self.objects, strict=True)]
 
 
 def make_frames(number: int, payload: int, pages: int) -> Frames:

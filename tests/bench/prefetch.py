@@ -114,7 +114,11 @@ class Node(NamedTuple):
 
     def settle(self) -> None:
         """Until nothing is under way."""
-        while any(tier.busy for tier in self.host.storage.manager.stack.tiers):
+
+        async def busy() -> bool:  # on the loop: what was sent before has been heard there
+            return any(tier.busy for tier in self.host.storage.manager.stack.tiers)
+
+        while self.host.run(busy(), 10):
             time.sleep(0.002)
 
     def forget(self) -> None:

@@ -27,7 +27,6 @@ from lmkv.codec.identity import IdentityCodec
 from lmkv.engine import StoreResult
 from lmkv.observe.metrics import Metrics
 from lmkv.specs import BackendContext
-from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
@@ -115,7 +114,8 @@ class Bench:
         self.tier = Tier(0, settings, backend, None, lambda _: IdentityCodec(), Metrics())
         self.bare = Bare(server.port)
         self.plain = redis_py.Redis(port=server.port)
-        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
+        self.frames = make_frames(FRAMES, PAYLOAD, PAGES)
+        _, self.trailers, self.objects = self.frames
         self.copies = [bytes(made.view) for made in self.objects]
 
     def close(self) -> None:
@@ -139,8 +139,7 @@ class Bench:
         asyncio.run(self._put())
 
     async def _put(self) -> None:
-        items = [PutItem(t.key, o, t, sealed=False) for t, o in zip(self.trailers, self.objects, strict=True)]
-        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in items])
+        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in self.frames.unsealed()])
         assert all(outcomes[0].ok for outcomes in done), done
 
     def get(self) -> None:

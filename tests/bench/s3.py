@@ -23,7 +23,6 @@ from tests.bench.harness import Row, against, interleaved, seconds
 from lmkv.codec.identity import IdentityCodec
 from lmkv.observe.metrics import Metrics
 from lmkv.specs import BackendContext
-from lmkv.storage.coding import PutItem
 from lmkv.storage.driver import RUNNING, STORE
 from lmkv.storage.inventory import TierSettings
 from lmkv.storage.tier import Tier
@@ -71,7 +70,8 @@ class Store:
                 max_pool_connections=THREADS,
             ),
         )
-        self.pool, self.trailers, self.objects = make_frames(FRAMES, PAYLOAD, PAGES)
+        self.frames = make_frames(FRAMES, PAYLOAD, PAGES)
+        _, self.trailers, self.objects = self.frames
         self.threads = ThreadPoolExecutor(THREADS)
 
     def close(self) -> None:
@@ -87,8 +87,7 @@ class Store:
         return GIGABYTES / seconds(lambda: asyncio.run(self._put()))
 
     async def _put(self) -> None:
-        items = [PutItem(t.key, o, t, sealed=False) for t, o in zip(self.trailers, self.objects, strict=True)]
-        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in items])
+        done = await asyncio.gather(*[self.tier.put([item], priority=STORE) for item in self.frames.unsealed()])
         assert all(outcomes[0].ok for outcomes in done), done
 
     def get(self, _: int) -> float:

@@ -50,10 +50,14 @@ class Rig:
         return report.counts[tier]
 
     def quiet(self, host: ThreadHost, seconds: float = 10.0) -> None:
-        """Wait until no tier has anything to do."""
-        until = time.monotonic() + seconds
-        while any(tier.busy for tier in host.storage.manager.stack.tiers):
-            assert time.monotonic() < until, "a tier is still busy"
+        """Wait until all that was saved is stored, and no tier has anything to do."""
+        manager, until = host.storage.manager, time.monotonic() + seconds
+
+        async def busy() -> bool:
+            return manager.holds()["reservations"] > 0 or any(tier.busy for tier in manager.stack.tiers)
+
+        while host.run(busy(), seconds):
+            assert time.monotonic() < until, "a tier is still busy, or a save under way"
             time.sleep(0.005)
 
     def nothing_held(self, seconds: float = 3.0) -> None:

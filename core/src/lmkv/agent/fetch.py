@@ -171,8 +171,8 @@ class Fetcher:
                 part = entry.part(shard, obj.nbytes, trailer.key)
                 order.job.counts["bytes"] += obj.nbytes
                 if not part.present and not part.filling:
+                    obj.sealed = True
                     self._stack.place(entry, shard, obj, promote=order.target.resident)
-                    part.sealed = True
             await self._keep(order, entry)
         finally:
             entry.let_go()

@@ -46,10 +46,11 @@ class MemoryObject:
         offset: bytes from the start of the pool; 0 for an object over somebody's own buffer.
         nbytes: length of `view` in bytes, as asked for; the memory taken is rounded up to `lmkv.types.ALIGNMENT`.
         passing: it counts in `Pool.passing_bytes`.
+        sealed: the frame in it carries its trailer; set by whoever wrote that, in whatever thread.
         on_landed: told what `landed` is told, by who waits for the bytes; None where nobody does.
     """
 
-    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset", "on_landed", "passing")
+    __slots__ = ("_arena", "_count", "_lock", "_owners", "_view", "nbytes", "offset", "on_landed", "passing", "sealed")
 
     def __init__(self, arena: Arena, offset: int, nbytes: int, owners: dict[str, int] | None = None) -> None:
         """For arenas only: use `Pool.allocate` or `MemoryObject.over`. Starts with one count."""
@@ -61,6 +62,7 @@ class MemoryObject:
         self._owners = owners
         self._view: memoryview | None = None
         self.passing = False
+        self.sealed = False
         self.on_landed: Callable[[int], None] | None = None
 
     @classmethod

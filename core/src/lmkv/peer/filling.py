@@ -75,7 +75,9 @@ def end(manager: StorageManager, slots: Sequence[Slot], outcomes: Sequence[str])
     """
     outcomes = ["cleared" if not why and slot.entry.doomed else why for slot, why in zip(slots, outcomes, strict=True)]
     good = [slot for slot, why in zip(slots, outcomes, strict=True) if not why]
-    ended(manager.stack, slots, good, sealed=True)
+    for slot in good:
+        slot.object.sealed = True
+    ended(manager.stack, slots, good)
     for slot in good:
         slot.object.release("fill")
     manager.stack.settle_all([slot.entry for slot in slots])

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from lmkv.errors import BackendError, ConfigError, LmkvError
-from lmkv.frame import seal
 from lmkv.peer import messages as m
 from lmkv.peer.link import Frame
 from lmkv.peer.threads import outlast
+from lmkv.storage.coding import complete
 from lmkv.storage.driver import RUNNING
 from lmkv.types import DIGEST_BYTES
 
@@ -323,7 +323,7 @@ class Outgoing:
             outcomes = await self._peers.attend(link.push(frames, until, transfer=transfer.name))
         finally:
             try:
-                await self._sealed(batch, frames)
+                await _sealed(frames)
             finally:
                 for frame in frames:
                     frame.object.release("get")
@@ -344,21 +344,9 @@ class Outgoing:
         if obj is None:
             raise BackendError("a chunk is no longer here", kind="gone")
         payload, sealed = entry.pages * entry.namespace.page_bytes[shard], None
-        if not entry.shards[shard].sealed:
-            sealed = self._crew.submit(seal, obj.view, self._stack.trailer(entry, shard))
+        if not obj.sealed:
+            sealed = self._crew.submit(complete, obj, self._stack.trailer(entry, shard))
         return Frame(entry.key(shard), entry.parent, entry.pages, entry.packed, obj, payload, sealed)
-
-    async def _sealed(self, batch: Iterable[Entry], frames: Iterable[Frame]) -> None:
-        """Wait until no thread writes trailers of them."""
-        sealing = {frame.key: asyncio.wrap_future(frame.sealed) for frame in frames if frame.sealed is not None}
-        if not sealing:
-            return
-        await outlast(asyncio.gather(*sealing.values(), return_exceptions=True))
-        for entry in batch:
-            for part in entry.shards.values():
-                future = sealing.get(part.key)
-                if future is not None and future.exception() is None:
-                    part.sealed = True
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
@@ -394,3 +382,10 @@ class Outgoing:
 
     def _tokens(self, transfer: _Transfer) -> int:
         return transfer.pages() * self._manager.chunk_tokens // transfer.namespace.chunk_pages
+
+
+async def _sealed(frames: Iterable[Frame]) -> None:
+    """Wait until no thread writes trailers of them."""
+    sealing = [asyncio.wrap_future(frame.sealed) for frame in frames if frame.sealed is not None]
+    if sealing:
+        await outlast(asyncio.gather(*sealing, return_exceptions=True))

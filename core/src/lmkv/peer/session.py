@@ -11,10 +11,10 @@ import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from lmkv.errors import ClosedError, ProtocolError
-from lmkv.frame import seal
 from lmkv.peer import messages as m
 from lmkv.peer.compare import compare
 from lmkv.peer.reservations import Reservations
+from lmkv.storage.coding import complete
 from lmkv.storage.driver import QUEUED
 
 if TYPE_CHECKING:
@@ -195,21 +195,18 @@ class PeerSession:
     ) -> None:
         """Give those their trailers that have none yet, in a thread."""
         parts = [(entry, shard) for entry in wanted for shard in shards]
-        bare: list[tuple[Entry, int, memoryview, Trailer]] = []
+        bare: list[tuple[MemoryObject, Trailer]] = []
         for (entry, shard), obj in zip(parts, objects, strict=True):
-            if entry is not None and obj is not None and not entry.shards[shard].sealed:
-                bare.append((entry, shard, obj.view, self._stack.trailer(entry, shard)))
+            if entry is not None and obj is not None and not obj.sealed:
+                bare.append((obj, self._stack.trailer(entry, shard)))
         if not bare:
             return
 
         def work() -> None:
-            for _, _, view, trailer in bare:
-                seal(view, trailer)
+            for obj, trailer in bare:
+                complete(obj, trailer)
 
         await self._hall.in_thread(work)
-        for entry, shard, _, _ in bare:
-            if (part := entry.shards.get(shard)) is not None:
-                part.sealed = True
 
     def _grant(
         self, message: m.Lease, wanted: Sequence[Entry | None], objects: Sequence[MemoryObject | None]

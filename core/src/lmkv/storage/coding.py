@@ -39,8 +39,6 @@ class PutItem(NamedTuple):
     object: MemoryObject
     """The identity-coded frame in the pool; retained by the tier while it needs it."""
     trailer: Trailer
-    sealed: bool
-    """The frame carries its trailer already."""
     layout: LayoutDescription | None = None
     """Of the shard's pages, where it is known."""
 
@@ -61,9 +59,15 @@ def encoded(item: PutItem, codec: Codec) -> MemoryObject:
             if nbytes > stored_bound(item.object.nbytes):
                 raise BackendError(f"codec {codec.name} makes {length} bytes of {item.trailer.raw_bytes}")
             return _frame(nbytes, parts, replace(item.trailer, codec=codec.name, payload_bytes=length))
-    if not item.sealed:
-        seal(item.object.view, item.trailer)
+    complete(item.object, item.trailer)
     return item.object
+
+
+def complete(obj: MemoryObject, trailer: Trailer) -> None:
+    """Give an identity-coded frame its trailer, unless it has it. Any thread; two may do the same at once."""
+    if not obj.sealed:
+        seal(obj.view, trailer)
+        obj.sealed = True
 
 
 def _frame(nbytes: int, parts: Sequence[Buffer], trailer: Trailer) -> MemoryObject:
@@ -95,7 +99,7 @@ def decode(source: MemoryObject, trailer: Trailer, target: MemoryObject, codec: 
         UnreadableError: it needs a key that is not here.
     """
     codec.decode(source.view[: trailer.payload_bytes], target.view[: trailer.raw_bytes], payload(trailer, None))
-    seal(target.view, replace(trailer, codec=IDENTITY, payload_bytes=trailer.raw_bytes))
+    complete(target, replace(trailer, codec=IDENTITY, payload_bytes=trailer.raw_bytes))
 
 
 def payload(trailer: Trailer, layout: LayoutDescription | None) -> Payload:

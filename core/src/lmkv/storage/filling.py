@@ -70,17 +70,16 @@ def covered(namespace: NamespaceIndex, shard: int, frame: NewFrame) -> Entry | N
     return None
 
 
-def ended(stack: Stack, slots: Sequence[Slot], filled: Collection[Slot], *, sealed: bool = False) -> None:
+def ended(stack: Stack, slots: Sequence[Slot], filled: Collection[Slot]) -> None:
     """Those who filled `slots` have let go of them: what is `filled` is stored, the rest forgotten.
 
-    `sealed`: they carry their trailers. The counts under ``fill`` stay the caller's to release, before he settles the
-    entries.
+    The counts under ``fill`` stay the caller's to release, before he settles the entries.
     """
     for entry, shard, _ in slots:
         entry.shards[shard].filling = 0
     stack.room.filling -= sum([slot.object.nbytes for slot in slots])
     if filled:
-        stack.store(list(filled), sealed=sealed)
+        stack.store(list(filled))
         supersede(stack, filled)
     if len(filled) < len(slots):
         for slot in set(slots).difference(filled):

@@ -43,10 +43,9 @@ class Shard:
         owner.
         loading: set while a load into the pool is under way; its result is None or the reason of the failure.
         nbytes: bytes of the identity-coded frame.
-        sealed: the frame in the pool carries its trailer.
     """
 
-    __slots__ = ("filling", "key", "loading", "nbytes", "sealed", "staged", "tiers", "writes")
+    __slots__ = ("filling", "key", "loading", "nbytes", "staged", "tiers", "writes")
 
     def __init__(self, key: ChunkKey, nbytes: int, tiers: int = 0) -> None:
         self.key = key
@@ -55,7 +54,6 @@ class Shard:
         self.staged: MemoryObject | None = None
         self.loading: asyncio.Future[MissReason | None] | None = None
         self.nbytes = nbytes
-        self.sealed = False
         self.writes = 0
         """Copies to other tiers that read the pool's frame now."""
 

@@ -37,7 +37,7 @@ def sample(key: ChunkKey, nbytes: int) -> PutItem:
     obj = aligned(frame_bytes(nbytes, 0))
     obj.view[0:nbytes:2] = memoryview(noise)
     obj.view[1:nbytes:2] = memoryview(b"\x3f" * (nbytes // 2))
-    return PutItem(key, obj, Trailer(key, b"", 1, (), IDENTITY, nbytes, nbytes), sealed=False, layout=layout.describe())
+    return PutItem(key, obj, Trailer(key, b"", 1, (), IDENTITY, nbytes, nbytes), layout=layout.describe())
 
 
 def leave_mark(backend: StorageBackendInterface, codecs: Callable[[str], Codec], codec: Codec) -> None:

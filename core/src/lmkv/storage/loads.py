@@ -335,7 +335,7 @@ class Loads:
         if trailer is not None:
             entry.namespace.learn(entry, b"".join(trailer.prefixes))
         if trailer is None or trailer.codec == IDENTITY:
-            part.sealed = True
+            obj.sealed = True
             obj.shorten(result.outcome.nbytes)
             promote = tier.settings.read == "promote" and not batch.passing
             self._stack.place(entry, shard, obj, promote=promote)
@@ -350,7 +350,6 @@ class Loads:
             if reason is not None:
                 self._mourn(tier, want, reason)
                 return reason
-            part.sealed = True
             promote = tier.settings.read == "promote" and not batch.passing
             self._stack.place(entry, shard, target, promote=promote)
         finally:

@@ -265,14 +265,10 @@ class Stack:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
-    def store(self, slots: Sequence[Slot], *, sealed: bool = False) -> None:
-        """A client has filled frames: make them visible and start their way into the tiers below.
-
-        `sealed`: they carry their trailers already.
-        """
+    def store(self, slots: Sequence[Slot]) -> None:
+        """A client has filled frames: make them visible and start their way into the tiers below."""
         together = self._place_all(slots)
         for entry, shard, obj in slots:
-            entry.shards[shard].sealed = sealed
             if not together:
                 self.place(entry, shard, obj)
             for tier in self._through:
@@ -326,7 +322,6 @@ class Stack:
             part.writes -= 1
             ok = bool(outcomes.result()[0].ok)  # type: ignore[attr-defined]
             if ok:
-                part.sealed |= (codec or tier.settings.codec) == IDENTITY
                 self._arrived(entry, shard, tier)
             self.settle(entry)
             self.demotion.soon()
@@ -334,7 +329,7 @@ class Stack:
                 done.set_result(ok)
 
         layouts = entry.namespace.layouts
-        item = PutItem(key, obj, self.trailer(entry, shard), part.sealed, layouts[shard] if layouts else None)
+        item = PutItem(key, obj, self.trailer(entry, shard), layouts[shard] if layouts else None)
         tier.put([item], priority=priority, codec=codec).add_done_callback(finished)  # type: ignore[arg-type]
         return done
 
