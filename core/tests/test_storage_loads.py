@@ -221,6 +221,33 @@ def test_a_load_that_nobody_wants_is_given_up_unless_it_has_begun() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["in the same turn", "while it is waited for"])
+def test_who_lets_go_of_a_lease_is_answered_at_once(waits: bool) -> None:
+    """An engine has the pages of an aborted request back only when its worker has heard what became of the load."""
+
+    async def body() -> None:
+        shelf = Shelf()
+        async with storage(ram=60 * FRAME, below=[(shelf, settings(threads=1))]) as manager:
+            client = Client(manager, namespace())
+            keys = chain(range(40))
+            await stored(client, keys)
+            gate = Gate(shelf)
+            found = await client.look_up(keys)
+            await until(lambda: len(gate.asked) == 1)
+            loading = asyncio.ensure_future(client.ask(p.Acquire(found.lease, 0, 0, 10)))
+            if waits:
+                await asyncio.sleep(0.02)
+            client.ask(p.Release(found.lease))
+            loaded = await asyncio.wait_for(loading, 5)
+            assert set(loaded.offsets) == {p.ABSENT}
+            assert manager.index.books.holds == 0
+            gate.open()
+            await client.settled()
+            assert len(gate.asked) <= 3, "nobody wants the rest"
+
+    run(body())
+
+
 def test_a_prefetch_is_wanted_without_a_lease() -> None:
     async def body() -> None:
         shelf = Shelf()

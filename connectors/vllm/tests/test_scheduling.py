@@ -388,15 +388,16 @@ def test_an_aborted_request_lets_go_at_once(rig: Any, tmp_path: Path, state: str
     """
     disk = {"name": "disk", "backend": "disk", "capacity": "4MiB", "options": {"path": str(tmp_path)}, "threads": 1}
     ram = {"name": "ram", "backend": "cpu", "capacity": "1MiB"}
-    host = rig.host(tiers=[ram, {**disk, "deadline": "30s"}])
-    engine = rig.engine(host, blocks=200, budget=64)
+    disk |= {"deadline": "30s", "queue": {"seconds": "30s"}}
+    host = rig.host(tiers=[ram, disk], offer={"mode": "always"})
+    engine = rig.engine(host, blocks=200, budget=64, settings=Settings(lookup_deadline=10.0))
     prompts = [tokens(17, 100 * number) for number in range(1, 9)]
     for prompt in prompts:
         engine.ask(prompt, max_tokens=1)
     rig.quiet(host)
-    assert rig.clear("ram") > 0
-    free = len(engine.blocks.free)
     tier = host.storage.manager.tier("disk")
+    assert rig.clear("ram") == len(tier.index) == len(prompts) * 16 // CHUNK
+    free = len(engine.blocks.free)
     backend, go = FaultyBackend(tier.backend), threading.Event()
     backend.script("get", hangs(go), times=None)
     tier.backend = backend
@@ -405,10 +406,15 @@ def test_an_aborted_request_lets_go_at_once(rig: Any, tmp_path: Path, state: str
         for request in requests:
             if state == "looked up":
                 engine.scheduler.offered(request, 0)
+        until = time.monotonic() + 10
         if state == "loading":
-            engine.step()
-            assert all(request.status == "WAITING_FOR_REMOTE_KVS" for request in requests)
+            while not all(request.status == "WAITING_FOR_REMOTE_KVS" for request in requests):
+                engine.step()
+                assert time.monotonic() < until, "not all are loading"
         assert rig.health(host).holds["leases"] == len(prompts)
+        while not backend.calls["get"]:
+            assert time.monotonic() < until, "no load has begun"
+            time.sleep(0.002)
         for request in requests:
             engine.abort(request)
         until = time.monotonic() + 5

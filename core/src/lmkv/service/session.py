@@ -152,10 +152,12 @@ class Session:
 
     async def _acquire_later(self, message: p.Acquire, lease: Lease, entries: list[Entry | None]) -> p.Loaded:
         """When all is loaded or the patience at its end; at once when the lease ends: nobody wants it any more."""
+        over = lease.over
+        if over.done():  # before this has begun
+            return _nothing(message.count)
         held = [entry for entry in entries if entry is not None]
         for entry in held:
             entry.hold()  # until the answer says where it lies
-        over = lease.over
         try:
             loading = self._bring(message, entries)  # others may have taken the memory of some before they were held
             for future in loading:

@@ -29,7 +29,7 @@ class Lease:
         patience: seconds that its loads may be waited for in all, from the first time that somebody waits.
     """
 
-    __slots__ = ("_copied", "_over", "_until", "chunks", "entries", "expires", "number", "patience")
+    __slots__ = ("_copied", "_ended", "_over", "_until", "chunks", "entries", "expires", "number", "patience")
 
     def __init__(self, number: int, entries: list[Entry | None], expires: float) -> None:
         self.number = number
@@ -38,6 +38,7 @@ class Lease:
         self.expires = expires
         self.patience = math.inf
         self._until: float | None = None
+        self._ended = False
         self._over: asyncio.Future[None] | None = None
         self._copied: dict[int, set[int]] = {}
         for entry in entries:
@@ -50,6 +51,8 @@ class Lease:
         """Done when the lease has ended, for those who wait for what it holds."""
         if self._over is None:
             self._over = asyncio.get_running_loop().create_future()
+            if self._ended:
+                self._over.set_result(None)
         return self._over
 
     def left(self, now: float) -> float | None:
@@ -62,6 +65,7 @@ class Lease:
 
     def end(self) -> Iterator[Entry]:
         """Let go of everything, as `drop` does."""
+        self._ended = True
         yield from self.drop(0, len(self.entries))
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
