@@ -168,7 +168,7 @@ def test_an_older_frame_is_not_taken_for_the_one_that_was_sent(
             raise ConnectionResetError
 
     fake.script = script
-    with pytest.raises(BackendError, match="cannot reach"):
+    with pytest.raises(BackendError, match=r"cannot reach|no answer in time"):
         s3.put([make_key(1)], [make_memory(make_payload(2, FRAME))])
     assert "HEAD" in fake.counts
     fake.written = time.time()
@@ -184,7 +184,7 @@ def test_nobody_looks_where_nothing_was_sent(fake: FakeS3, open_s3: Open, monkey
     fake._server.server_close()
     looks: list[object] = []
     s3._bucket.has = lambda *args: bool(looks.append(args))  # type: ignore[method-assign,func-returns-value]
-    with pytest.raises(BackendError, match="cannot reach"):
+    with pytest.raises(BackendError, match=r"cannot reach|no answer in time"):
         s3.put([make_key(1)], [make_memory(FRAME)])
     assert not looks
 
@@ -238,7 +238,7 @@ def test_a_store_that_fails_is_asked_once_per_try(fake: FakeS3, open_s3: Open) -
 
     fake.seen.clear()
     fake.script = script
-    with pytest.raises(BackendError, match="cannot reach"):
+    with pytest.raises(BackendError, match=r"cannot reach|no answer in time"):
         s3.put([make_key(1)], [make_memory(make_payload(1, FRAME))])
     assert fake.counts["PUT"] > 1
     assert fake.counts["HEAD"] <= fake.counts["PUT"]
