@@ -82,6 +82,17 @@ def uploads(place: Place, s3: S3Backend) -> list[Any]:
     return found
 
 
+def await_frames(place: Place, s3: S3Backend, frames: int) -> None:
+    """Wait until the store has so many frames: an answer may begin before what it tells of is done."""
+    back, until = client(place.server), time.monotonic() + 10.0
+    try:
+        while back.list_objects_v2(Bucket=place.bucket, Prefix=s3._names.frames)["KeyCount"] < frames:
+            assert time.monotonic() < until, "the request is lost, not its answer"
+            time.sleep(0.01)
+    finally:
+        back.close()
+
+
 def cut_the_answer(proxy: FaultProxy, s3: S3Backend, number: int, memory: MemoryObject) -> Callable[[], None]:
     """Learn how long the last request of a write is by one that goes well, then cut behind that."""
     before = []
@@ -104,8 +115,14 @@ def test_a_lost_answer_is_no_refusal(place: Place, proxy: FaultProxy, open_s3: O
     payload = make_payload(1, nbytes)
     begin = proxy.mute if fault == "silence" else cut_the_answer(proxy, s3, 2, make_memory(payload))
     operation = "put_object" if nbytes == FRAME else "complete_multipart_upload"
+    frames = 1 if fault == "silence" else 2
     start = time.monotonic()
-    with losing(s3, operation, begin, proxy.heal) as asked:
+
+    def look() -> None:
+        await_frames(place, s3, frames)
+        proxy.heal()
+
+    with losing(s3, operation, begin, look) as asked:
         assert list(s3.put([make_key(1)], [make_memory(payload)])) == [OK(nbytes)]
         assert asked.count(operation) == 1, "it is not sent anew"
         assert asked[-1] == "head_object"
