@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from lmkv.keys import KeyChain
+    from lmkv.storage.manager import StorageManager
     from lmkv.types import Outcome
 
 
@@ -198,16 +199,22 @@ def test_requests_share_a_load(shared: bool) -> None:
     run(body())
 
 
+async def one_under_way(manager: StorageManager, shelf: Shelf) -> tuple[Client, KeyChain, Gate, p.Found]:
+    """Ten chunks below RAM, looked up: the load of the first has begun, and hangs in the gate."""
+    client = Client(manager, namespace())
+    keys = chain(range(40))
+    await stored(client, keys)
+    gate = Gate(shelf)
+    found = await client.look_up(keys)
+    await until(lambda: len(gate.asked) == 1)
+    return client, keys, gate, found
+
+
 def test_a_load_that_nobody_wants_is_given_up_unless_it_has_begun() -> None:
     async def body() -> None:
         shelf = Shelf()
         async with storage(ram=60 * FRAME, below=[(shelf, settings(threads=1))]) as manager:
-            client = Client(manager, namespace())
-            keys = chain(range(40))
-            await stored(client, keys)
-            gate = Gate(shelf)
-            found = await client.look_up(keys)
-            await until(lambda: len(gate.asked) == 1)
+            client, keys, gate, found = await one_under_way(manager, shelf)
             client.ask(p.Release(found.lease))
             assert manager.metrics.value("lmkv_loads_cancelled_total", tier="shelf1") >= 7
             gate.open()
@@ -228,12 +235,7 @@ def test_who_lets_go_of_a_lease_is_answered_at_once(waits: bool) -> None:
     async def body() -> None:
         shelf = Shelf()
         async with storage(ram=60 * FRAME, below=[(shelf, settings(threads=1))]) as manager:
-            client = Client(manager, namespace())
-            keys = chain(range(40))
-            await stored(client, keys)
-            gate = Gate(shelf)
-            found = await client.look_up(keys)
-            await until(lambda: len(gate.asked) == 1)
+            client, _, gate, found = await one_under_way(manager, shelf)
             loading = asyncio.ensure_future(client.ask(p.Acquire(found.lease, 0, 0, 10)))
             if waits:
                 await asyncio.sleep(0.02)
